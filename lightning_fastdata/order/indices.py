@@ -310,7 +310,7 @@ class EpochIndices:
         items, times = sampler, self._times()
         if size is not None:
             if samples % size:  # no present step ends there: the rest is cut into steps anew
-                sampler, samples = _without_first(sampler, samples, times), 0
+                sampler, samples = _without_first(sampler, start, times), 0
             batches = BatchSampler(sampler, size, drop_last)
             items = index_batches(batches) if self.arrays else batches
         elif self.arrays:
@@ -419,9 +419,10 @@ def _as_before(drawn: Drawn | None) -> Iterator[None]:
 # -- what was taken of an epoch --------------------------------------------------------------------
 
 
-def _without_first(sampler: Iterable[Any], samples: int, times: _Times | None) -> Iterator[Any]:
+def _without_first(sampler: Iterable[Any], start: Start, times: _Times | None) -> Iterator[Any]:
     items = iter(sampler)
-    first = list(islice(items, samples))
+    first = list(islice(items, start.samples))
+    _check(start, zlib.crc32(_as_bytes(first)), sampler)
     if times is not None:
         times.told(first)
     yield from items

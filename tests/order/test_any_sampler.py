@@ -486,6 +486,14 @@ def test_an_order_that_is_another_one_is_noticed_on_any_rank():
     again.load_state_dict({**state, "order": "range"})
     with pytest.warns(FastDataWarning, match="range gives another order now"):
         next(iter(again))
+    # So it is where the rest is cut into steps of another size, none of which ends there.
+    anew = loader_of(lambda: range(LENGTH - 1, -1, -1), 1, 0, step=5)
+    anew.load_state_dict({**state, "order": "range"})
+    with (
+        pytest.warns(FastDataWarning, match="From epoch 0 after 24 samples on"),
+        pytest.warns(FastDataWarning, match="range gives another order now"),
+    ):
+        next(iter(anew))
     # The order that goes on is the one that the next resume is to find.
     once_more = loader_of(lambda: range(LENGTH - 1, -1, -1), 2, 1)
     once_more.load_state_dict(again.state_dict())
