@@ -875,6 +875,9 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
                 inner.go_on_from(state.base_seed, epoch=state.epoch, within=state.batches > 0)
         if indices is not None:
             indices.epoch, indices.earlier = begun.epoch, begun.passes
+            if state is not None and self._run_now() is None:  # of a run, this was done before
+                begun.state = self.cut_anew(state)
+                begun.handed = begun.state.batches
             indices.start = position.start_of(begun, position.as_it_is(self, indices), indices)
             return 0
         return 0 if state is None else self._go_on_in_stream(state)

@@ -818,7 +818,8 @@ def cut_anew(state: Position, now: Position, indices: EpochIndices) -> Position:
     """
     if state.same_steps(now):
         return state
-    start = Start(batches=state.batches * state.world_size // now.world_size, samples=state.samples)
+    batches = state.batches * state.world_size // now.world_size
+    start = Start(batches=batches, samples=state.samples, drawn=state.drawn or None)
     left = indices.batches_left(state.epoch, start)
     return state if left is None else replace(state, batches=len(indices) - left)
 

@@ -155,8 +155,7 @@ class EpochIndices:
     def __iter__(self) -> Iterator[Any]:
         """Begin an epoch."""
         start = self._began_at = self.start
-        if start.drawn and epoch_order(self.source) is not None:
-            _restore(deciding(self.source), start.drawn)
+        self._restore_plan(start)
         whole, left = self._planned(), self._planned(start=start.samples)
         self._plan, self._plan_epoch = None if left is None else whole, self.epoch
         if whole is None or left is None:
@@ -176,6 +175,11 @@ class EpochIndices:
         if self.arrays:
             return batches
         return iter(_told((batch.tolist() for batch in batches), self._times()))
+
+    def _restore_plan(self, start: Start) -> None:
+        """Set a sampler whose order is computed to the state that an epoch is drawn from."""
+        if start.drawn and epoch_order(self.source) is not None:
+            _restore(deciding(self.source), start.drawn)
 
     def _planned(self, epoch: int | None = None, start: int = 0) -> AnyOrder | None:
         order = epoch_order(self.source, epoch, start)
@@ -248,16 +252,19 @@ class EpochIndices:
 
     def batches_left(self, epoch: int, start: Start) -> int | None:
         """Return how many batches an epoch has after a position; None: not known."""
-        left, share = epoch_order(self.source, epoch, start.samples), self._share
+        self._restore_plan(start)
+        left, share = epoch_order(self.source, start=start.samples), self._share
         if left is not None:
-            return len(left)
+            with suppress(OptionsError):  # raised as the epoch begins, if ranks cannot share it
+                return len(replace(left, epoch=self._anew(epoch)))
+            return None
         sampler, size, drop_last = self._cut()
-        items = dataset_length(sampler)
-        if items is None or (size is None and share is None):
+        items, rows = dataset_length(sampler), rows_in(sampler)
+        if items is None or (size is None and share is None and rows is None):
             return None
         if size is not None:
             return steps_in(items - start.samples, size, drop_last=drop_last)
-        rows, ranks = rows_in(sampler), 1 if share is None else share.num_replicas
+        ranks = 1 if share is None else share.num_replicas
         done = start.batches * ranks if rows is None else start.samples // rows
         return steps_in(items - done, ranks, drop_last=drop_last)
 
