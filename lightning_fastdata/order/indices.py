@@ -291,7 +291,8 @@ class EpochIndices:
         self._drawn, self._drawn_epoch = start.drawn or self._to_draw(), self.epoch
         steps = self._steps(Start(drawn=start.drawn) if again else start, taken)
         if self._seed is not None:
-            epoch = self._anew(self.epoch)
+            # A share may be set to another epoch than is counted, and has then the order of that.
+            epoch = self._anew(self.epoch if self._share is None else self._share.epoch)
             steps = keyed(steps, self._seed, epoch, once=draws_at_start(decides))
         late = []
         with _as_before(start.drawn):

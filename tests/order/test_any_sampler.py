@@ -383,6 +383,19 @@ def test_a_share_may_be_given_to_a_loader_as_its_sampler_or_its_batch_sampler(ra
     assert joined(joined(step) for step in zip(*batches, strict=True)) == joined(InPairs())
 
 
+def test_a_share_that_is_set_to_an_epoch_has_its_order_until_another_is_set():
+    """Also one that a loader of this package reads, which counts epochs."""
+    share = SharedSampler(SAMPLERS["shuffle"](), batch_size=4, num_replicas=2, rank=1)
+    loader = FastDataLoader(range(LENGTH), 4, sampler=share, executor="inline")
+    found = {}
+    for epoch in (2, None, 1, None, 2):
+        if epoch is not None:
+            share.set_epoch(epoch)
+        found[share.epoch] = read(loader)
+        assert found[share.epoch] == read(DataLoader(range(LENGTH), 4, sampler=share))
+    assert found[1] != found[2]
+
+
 def test_impossible_shares_are_refused():
     share = SharedSampler([1], batch_size=4)
     with pytest.raises(OptionsError, match=r"batch_size=3.*Give both the same"):
