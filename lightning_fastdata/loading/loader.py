@@ -906,6 +906,10 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
     def _length(self) -> int | None:
         if isinstance(self.dataset, IterableDataset):
             return None  # a stream may give more or fewer batches than it says
+        begun = self._passes.current
+        indices = None if begun is None else self._indices_now(begun)
+        if indices is not None and indices.whole is not None:
+            return indices.whole
         try:
             return len(self)
         except Exception:  # whatever a sampler's own method raises

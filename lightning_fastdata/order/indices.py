@@ -137,6 +137,8 @@ class EpochIndices:
         """Number of the next epoch, counted from 0."""
         self.earlier = 0
         """Number of passes over the data in that epoch that came before, each in another order."""
+        self.whole: int | None = None
+        """Batches of the whole epoch that began last, where no step can change it; else None."""
         self._taken = _Taken()
         self._began_at = Start()
         self._drawn = self._to_draw()
@@ -156,6 +158,7 @@ class EpochIndices:
         """Begin an epoch."""
         start = self._began_at = self.start
         self._restore_plan(start)
+        self.whole = dataset_length(self.source) if draws_at_start(self.source) else None
         whole, left = self._planned(), self._planned(start=start.samples)
         self._plan, self._plan_epoch = None if left is None else whole, self.epoch
         if whole is None or left is None:

@@ -201,6 +201,23 @@ def test_an_epoch_that_goes_on_in_other_steps_is_over_where_nothing_is_left(
                 assert seen(rest) == seen(batch for batch, _ in given[number:])
 
 
+@each("order", ["a generator", "the package's own"])
+@each("length", [16, 30])
+def test_a_step_that_changes_the_length_of_the_dataset_ends_no_epoch(length, order):
+    data = list(range(24))
+    generator = torch.Generator().manual_seed(6)
+    how = {"shuffle": "blocks"} if order != "a generator" else {"shuffle": True}
+    loader = FastDataLoader(data, 4, generator=generator, num_workers=1, **how)
+    epochs = []
+    for number, _ in enumerate(loader, 1):
+        if number == 2:
+            data[:] = range(length)  # which the worker reads in the next epoch
+        state = loader.state_dict()
+        epochs.append((state["epoch"], state["batches"]))
+    assert epochs == [*((0, number) for number in range(1, 6)), (1, 0)]
+    loader.close()
+
+
 # -- states as data --------------------------------------------------------------------------------
 
 
