@@ -241,6 +241,27 @@ def test_other_weights_after_a_checkpoint_hold_from_there_on():
     assert steps(2, again, weights={"a": 0, "b": 1}) == anew[1:]
 
 
+@each("shuffle", [False, True])
+def test_other_weights_of_a_mixture_within_one_leave_alone_what_was_read(shuffle):
+    def nested(weights):
+        parts = {"p": Numbered(0, 30), "q": Numbered(100, 30)}
+        inner = Mixture(parts, weights, length=10, shuffle=False)
+        both = {"inner": inner, "x": Numbered(1000, 40)}
+        return Mixture(both, {"inner": 3, "x": 1}, length=20, shuffle=shuffle)
+
+    before, after = nested({"p": 1, "q": 0}), nested({"p": 1, "q": 1})
+    after.load_state_dict(before.state_dict())
+    after.go_on_at(2, 7)  # 35 of the inner one, whose fourth pass is half over
+    places = [divmod(place, 20) for place in range(120)]
+    old, new = ([each.of_epoch(at, epoch) for epoch, at in places] for each in (before, after))
+    assert new[:47] == old[:47]
+    mixed = [sample for sample in new if sample < 1000]
+    assert sorted(mixed[:30]) == list(range(30))
+    second = [sample for sample in mixed[30:80] if sample < 100]
+    assert sorted(second) == list(range(len(second)))
+    assert len(second) < 35
+
+
 def test_of_two_states_that_are_loaded_the_second_alone_counts():
     """Also one of an earlier place, to which a training goes back."""
     early, late = state_after(1, 1), state_after(1, 4)
