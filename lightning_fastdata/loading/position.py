@@ -883,13 +883,16 @@ def dataset_state(dataset: object) -> dict[str, Any] | None:
     return dataset.state_dict()
 
 
-def restore_dataset(dataset: object, state: Position) -> None:
-    """Give a map-style dataset the state that it saved of itself."""
+def restore_dataset(dataset: object, state: Position, ranks: int) -> None:
+    """Give a map-style dataset the state that it saved of itself.
+
+    ``ranks``: how many took as many samples each as the state says.
+    """
     saved = state.dataset_state
     if saved is not None and tells_state(dataset):
         dataset.load_state_dict(saved)
     if isinstance(dataset, Mixture):
-        dataset.go_on_at(state.epoch, state.samples)
+        dataset.go_on_at(state.epoch, state.samples * ranks)
 
 
 def sampler_epoch(loader: FastDataLoader[Any]) -> int | None:

@@ -504,6 +504,17 @@ def split_of(source: object) -> DistributedSampler[Any] | None:
     return None
 
 
+def ranks_aside(source: object) -> int:
+    """Return how many ranks take as much of an order of which this one knows its part alone.
+
+    1: it knows what all of them take.
+    """
+    split = split_of(source)
+    if split is None or isinstance(split, SharedSampler | BucketShare):
+        return 1
+    return split.num_replicas
+
+
 def as_given(sampler: Any) -> Any:
     """Return the sampler that the user gave, where an :class:`OwnSplit` stands for it."""
     return sampler.source if isinstance(sampler, OwnSplit) else sampler
