@@ -490,7 +490,19 @@ def test_a_rest_of_fewer_samples_than_ranks_is_filled_up_behind_a_resume():
     state = stopped(make, 2, 2, data=data)
     with pytest.warns(FastDataWarning, match="taken again"):
         left = after(state, make, 4, data=data)
-    assert left == [[*order[16:], *order[16:]]]
+    assert left == [[*order[16:], *order[:2]]]
+
+
+@pytest.mark.filterwarnings("ignore:The last 1 of an epoch")
+@each("name", ["shuffle", "own", "the package's own"])
+def test_a_rest_is_filled_up_behind_a_resume_with_the_samples_that_it_would_have_got(name):
+    """One of each step of four ranks, which has none to give up, and one more."""
+    whole = after(None, SAMPLERS[name], 4, step=4)
+    assert len(whole[-1]) == 4
+    assert [*whole[-1][1:]] == whole[0][:3]
+    for at in (1, 5, len(whole) - 1):
+        state = stopped(SAMPLERS[name], 4, at, step=4)
+        assert after(state, SAMPLERS[name], 4, step=4) == whole[at:], at
 
 
 def test_an_order_that_is_another_one_is_noticed_on_any_rank():
