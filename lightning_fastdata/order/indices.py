@@ -318,16 +318,18 @@ class EpochIndices:
         if self.earlier and type(sampler) in (ShuffleSampler, BlockShuffleSampler):
             sampler = copy.copy(sampler)
             sampler.set_epoch(self._anew(sampler.epoch))
-        items, times = sampler, self._times()
+        items, times, share, first = sampler, self._times(), self._share, list[Any]()
         if size is not None:
             if samples % size:  # no present step ends there: the rest is cut into steps anew
-                sampler, samples = _without_first(sampler, start, times), 0
+                sampler = (each for each in sampler)
+                before, samples = list(islice(sampler, samples)), 0
+                _check(start, zlib.crc32(_as_bytes(before)), deciding(self.source))
+                first = [(before if times is None else times.told(before))[:size]]
             batches = BatchSampler(sampler, size, drop_last)
             items = index_batches(batches) if self.arrays else batches
         elif self.arrays:
             items = map(_own, items)
         items = _told(items, times)
-        share, first = self._share, list[Any]()
         if samples:
             items = (each for each in items)  # iter() of lhotse's samplers begins anew
             if share is not None:  # what fills up the last step is of the start of the epoch
@@ -428,15 +430,6 @@ def _as_before(drawn: Drawn | None) -> Iterator[None]:
 
 
 # -- what was taken of an epoch --------------------------------------------------------------------
-
-
-def _without_first(sampler: Iterable[Any], start: Start, times: _Times | None) -> Iterator[Any]:
-    items = iter(sampler)
-    first = list(islice(items, start.samples))
-    _check(start, zlib.crc32(_as_bytes(first)), sampler)
-    if times is not None:
-        times.told(first)
-    yield from items
 
 
 def _behind(items: Iterable[Any], start: Start, taken: _Taken, sampler: object) -> Iterator[Any]:

@@ -493,7 +493,7 @@ def test_a_rest_of_fewer_samples_than_ranks_is_filled_up_behind_a_resume():
     assert left == [[*order[16:], *order[:2]]]
 
 
-@pytest.mark.filterwarnings("ignore:The last 1 of an epoch")
+@pytest.mark.filterwarnings("ignore:The last . of an epoch", "ignore:From epoch")
 @each("name", ["shuffle", "own", "the package's own"])
 def test_a_rest_is_filled_up_behind_a_resume_with_the_samples_that_it_would_have_got(name):
     """One of each step of four ranks, which has none to give up, and one more."""
@@ -503,6 +503,8 @@ def test_a_rest_is_filled_up_behind_a_resume_with_the_samples_that_it_would_have
     for at in (1, 5, len(whole) - 1):
         state = stopped(SAMPLERS[name], 4, at, step=4)
         assert after(state, SAMPLERS[name], 4, step=4) == whole[at:], at
+    left = after(stopped(SAMPLERS[name], 2, 1, step=6), SAMPLERS[name], 4, step=4)
+    assert joined(left) == [*joined(whole)[6:LENGTH], whole[0][0]]
 
 
 def test_an_order_that_is_another_one_is_noticed_on_any_rank():
