@@ -63,6 +63,7 @@ from lightning_fastdata.order.samplers import (
     BlockShuffleSampler,
     is_drawn_at_start,
     is_in_blocks,
+    ranks_aside,
     rows_in,
 )
 from lightning_fastdata.randomness.seeds import EpochCell, global_seed, is_lightnings_start
@@ -818,9 +819,11 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         """Return the epoch, counted from 0, and the number of its samples that all ranks took."""
         epoch, batches, found = self._passes.now(self._run_now(), self._length())
         if isinstance(found, Position):
-            return epoch, found.samples
-        indices = self._indices_now(found)
-        return epoch, (0 if indices is None else indices.samples(epoch, batches)) or 0
+            samples: int | None = found.samples
+        else:
+            indices = self._indices_now(found)
+            samples = None if indices is None else indices.samples(epoch, batches)
+        return epoch, (samples or 0) * ranks_aside(order_of(self))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Have the next iteration go on after the last batch before a state was saved.
@@ -867,7 +870,7 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         """Have the pass begin at its position; return how many batches of a stream to reread."""
         state, indices, inner = begun.state, self._indices, self._inner
         if state is not None:
-            position.restore_dataset(self.dataset, state)
+            position.restore_dataset(self.dataset, state, ranks_aside(order_of(self)))
             self.quarantine = sorted({*self.quarantine, *state.quarantine})
             self.faults.count_in(state.bad)
             position.check_order(state)
@@ -875,6 +878,9 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
                 inner.go_on_from(state.base_seed, epoch=state.epoch, within=state.batches > 0)
         if indices is not None:
             indices.epoch, indices.earlier = begun.epoch, begun.passes
+            if state is not None and self._run_now() is None:  # of a run, this was done before
+                begun.state = self.cut_anew(state)
+                begun.handed = begun.state.batches
             indices.start = position.start_of(begun, position.as_it_is(self, indices), indices)
             return 0
         return 0 if state is None else self._go_on_in_stream(state)
@@ -903,6 +909,10 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
     def _length(self) -> int | None:
         if isinstance(self.dataset, IterableDataset):
             return None  # a stream may give more or fewer batches than it says
+        begun = self._passes.current
+        indices = None if begun is None else self._indices_now(begun)
+        if indices is not None and indices.whole is not None:
+            return indices.whole
         try:
             return len(self)
         except Exception:  # whatever a sampler's own method raises

@@ -818,7 +818,8 @@ def cut_anew(state: Position, now: Position, indices: EpochIndices) -> Position:
     """
     if state.same_steps(now):
         return state
-    start = Start(batches=state.batches * state.world_size // now.world_size, samples=state.samples)
+    batches = state.batches * state.world_size // now.world_size
+    start = Start(batches=batches, samples=state.samples, drawn=state.drawn or None)
     left = indices.batches_left(state.epoch, start)
     return state if left is None else replace(state, batches=len(indices) - left)
 
@@ -882,13 +883,16 @@ def dataset_state(dataset: object) -> dict[str, Any] | None:
     return dataset.state_dict()
 
 
-def restore_dataset(dataset: object, state: Position) -> None:
-    """Give a map-style dataset the state that it saved of itself."""
+def restore_dataset(dataset: object, state: Position, ranks: int) -> None:
+    """Give a map-style dataset the state that it saved of itself.
+
+    ``ranks``: how many took as many samples each as the state says.
+    """
     saved = state.dataset_state
     if saved is not None and tells_state(dataset):
         dataset.load_state_dict(saved)
     if isinstance(dataset, Mixture):
-        dataset.go_on_at(state.epoch, state.samples)
+        dataset.go_on_at(state.epoch, state.samples * ranks)
 
 
 def sampler_epoch(loader: FastDataLoader[Any]) -> int | None:

@@ -137,6 +137,8 @@ class EpochIndices:
         """Number of the next epoch, counted from 0."""
         self.earlier = 0
         """Number of passes over the data in that epoch that came before, each in another order."""
+        self.whole: int | None = None
+        """Batches of the whole epoch that began last, where no step can change it; else None."""
         self._taken = _Taken()
         self._began_at = Start()
         self._drawn = self._to_draw()
@@ -155,8 +157,8 @@ class EpochIndices:
     def __iter__(self) -> Iterator[Any]:
         """Begin an epoch."""
         start = self._began_at = self.start
-        if start.drawn and epoch_order(self.source) is not None:
-            _restore(deciding(self.source), start.drawn)
+        self._restore_plan(start)
+        self.whole = dataset_length(self.source) if draws_at_start(self.source) else None
         whole, left = self._planned(), self._planned(start=start.samples)
         self._plan, self._plan_epoch = None if left is None else whole, self.epoch
         if whole is None or left is None:
@@ -176,6 +178,11 @@ class EpochIndices:
         if self.arrays:
             return batches
         return iter(_told((batch.tolist() for batch in batches), self._times()))
+
+    def _restore_plan(self, start: Start) -> None:
+        """Set a sampler whose order is computed to the state that an epoch is drawn from."""
+        if start.drawn and epoch_order(self.source) is not None:
+            _restore(deciding(self.source), start.drawn)
 
     def _planned(self, epoch: int | None = None, start: int = 0) -> AnyOrder | None:
         order = epoch_order(self.source, epoch, start)
@@ -248,16 +255,19 @@ class EpochIndices:
 
     def batches_left(self, epoch: int, start: Start) -> int | None:
         """Return how many batches an epoch has after a position; None: not known."""
-        left, share = epoch_order(self.source, epoch, start.samples), self._share
+        self._restore_plan(start)
+        left, share = epoch_order(self.source, start=start.samples), self._share
         if left is not None:
-            return len(left)
+            with suppress(OptionsError):  # raised as the epoch begins, if ranks cannot share it
+                return len(replace(left, epoch=self._anew(epoch)))
+            return None
         sampler, size, drop_last = self._cut()
-        items = dataset_length(sampler)
-        if items is None or (size is None and share is None):
+        items, rows = dataset_length(sampler), rows_in(sampler)
+        if items is None or (size is None and share is None and rows is None):
             return None
         if size is not None:
             return steps_in(items - start.samples, size, drop_last=drop_last)
-        rows, ranks = rows_in(sampler), 1 if share is None else share.num_replicas
+        ranks = 1 if share is None else share.num_replicas
         done = start.batches * ranks if rows is None else start.samples // rows
         return steps_in(items - done, ranks, drop_last=drop_last)
 
@@ -284,7 +294,8 @@ class EpochIndices:
         self._drawn, self._drawn_epoch = start.drawn or self._to_draw(), self.epoch
         steps = self._steps(Start(drawn=start.drawn) if again else start, taken)
         if self._seed is not None:
-            epoch = self._anew(self.epoch)
+            # A share may be set to another epoch than is counted, and has then the order of that.
+            epoch = self._anew(self.epoch if self._share is None else self._share.epoch)
             steps = keyed(steps, self._seed, epoch, once=draws_at_start(decides))
         late = []
         with _as_before(start.drawn):
@@ -307,20 +318,22 @@ class EpochIndices:
         if self.earlier and type(sampler) in (ShuffleSampler, BlockShuffleSampler):
             sampler = copy.copy(sampler)
             sampler.set_epoch(self._anew(sampler.epoch))
-        items, times = sampler, self._times()
+        items, times, share, first = sampler, self._times(), self._share, list[Any]()
         if size is not None:
             if samples % size:  # no present step ends there: the rest is cut into steps anew
-                sampler, samples = _without_first(sampler, start, times), 0
+                sampler = (each for each in sampler)
+                before, samples = list(islice(sampler, samples)), 0
+                _check(start, zlib.crc32(_as_bytes(before)), deciding(self.source))
+                first = [(before if times is None else times.told(before))[:size]]
             batches = BatchSampler(sampler, size, drop_last)
             items = index_batches(batches) if self.arrays else batches
         elif self.arrays:
             items = map(_own, items)
         items = _told(items, times)
-        share, first = self._share, list[Any]()
         if samples:
             items = (each for each in items)  # iter() of lhotse's samplers begins anew
-            if share is not None and not share.gives_samples:
-                first = list(islice(items, share.num_replicas))
+            if share is not None:  # what fills up the last step is of the start of the epoch
+                first = list(islice(items, 1 if share.gives_samples else share.num_replicas))
             items = _behind(chain(first, items), start, taken, deciding(self.source))
         # Not earlier: what a sampler draws at the start of its iteration is keyed, too.
         yield from (
@@ -417,15 +430,6 @@ def _as_before(drawn: Drawn | None) -> Iterator[None]:
 
 
 # -- what was taken of an epoch --------------------------------------------------------------------
-
-
-def _without_first(sampler: Iterable[Any], start: Start, times: _Times | None) -> Iterator[Any]:
-    items = iter(sampler)
-    first = list(islice(items, start.samples))
-    _check(start, zlib.crc32(_as_bytes(first)), sampler)
-    if times is not None:
-        times.told(first)
-    yield from items
 
 
 def _behind(items: Iterable[Any], start: Start, taken: _Taken, sampler: object) -> Iterator[Any]:

@@ -191,6 +191,7 @@ class Mixture(Dataset[Any]):
             "weights": [[start, dict(each)] for start, each in self._schedule.items()],
             "lengths": dict(self._lengths),
             "seed": self.seed,
+            "parts": {name: part.state_dict() for name, part in self._mixtures.items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -217,6 +218,8 @@ class Mixture(Dataset[Any]):
                 stacklevel=2,
             )
         self._saved = state
+        for name in state.get("parts", {}).keys() & self._mixtures.keys():
+            self._mixtures[name].load_state_dict(state["parts"][name])
 
     def go_on_at(self, epoch: int, samples: int) -> None:
         """Go on after ``samples`` samples of an epoch, with the state that was loaded.
@@ -237,6 +240,15 @@ class Mixture(Dataset[Any]):
         if not joined or joined[max(joined)] != now:
             joined[place] = now
         self._set(joined | {at: each for at, each in made.items() if at > place})
+        for name, part in self._mixtures.items():
+            passes, rows = divmod(self.counts(epoch, samples)[name], len(part))
+            # A pass over it that has begun in an order that was drawn ends with its weights.
+            part.go_on_at(*((passes + 1, 0) if rows and self.shuffle else (passes, rows)))
+
+    @property
+    def _mixtures(self) -> dict[str, Mixture]:
+        """The parts that are mixtures themselves."""
+        return {name: part for name, part in self.datasets.items() if isinstance(part, Mixture)}
 
 
 def _length_of(part: Any, name: str) -> int | None:

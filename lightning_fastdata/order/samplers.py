@@ -335,11 +335,11 @@ class SharedSampler(DistributedSampler[Any]):
 
         ``items``: the samples of a sampler in batches of all ranks, without a rest to be dropped;
         or the batches of a batch sampler. ``even``: keep all steps but the last full, and repeat
-        samples rather than take them from the step before. ``first``: batches of the first step, if
-        ``items`` begin after it.
+        samples rather than take them from the step before. ``first``: the items of the first step,
+        if ``items`` begin after it.
         """
         if self.gives_samples:
-            for whole in self._complete(items, even=even):
+            for whole in self._complete(items, next(iter(first), None), even=even):
                 yield Step((whole,), self._own(whole))
             return
         batches, first = (each for each in items), list(first)
@@ -353,9 +353,10 @@ class SharedSampler(DistributedSampler[Any]):
     def _own(self, whole: Any) -> Any:
         return whole[part_of(len(whole), self.rank, self.num_replicas)]
 
-    def _complete(self, batches: Iterable[Indices], *, even: bool) -> Iterator[Indices]:
+    def _complete(
+        self, batches: Iterable[Indices], first: Indices | None, *, even: bool
+    ) -> Iterator[Indices]:
         """Yield the samples of each step; too small a rest is completed to one for each rank."""
-        first: Indices | None = None
         before: Indices | None = None
         waits = not even and self._waits()
         for batch in batches:
@@ -502,6 +503,17 @@ def split_of(source: object) -> DistributedSampler[Any] | None:
         if ranks > 1 and type(getattr(one, "rank", None)) is int:
             return one if isinstance(one, DistributedSampler) else OwnSplit(one, ranks)
     return None
+
+
+def ranks_aside(source: object) -> int:
+    """Return how many ranks take as much of an order of which this one knows its part alone.
+
+    1: it knows what all of them take.
+    """
+    split = split_of(source)
+    if split is None or isinstance(split, SharedSampler | BucketShare):
+        return 1
+    return split.num_replicas
 
 
 def as_given(sampler: Any) -> Any:

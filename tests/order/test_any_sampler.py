@@ -383,6 +383,19 @@ def test_a_share_may_be_given_to_a_loader_as_its_sampler_or_its_batch_sampler(ra
     assert joined(joined(step) for step in zip(*batches, strict=True)) == joined(InPairs())
 
 
+def test_a_share_that_is_set_to_an_epoch_has_its_order_until_another_is_set():
+    """Also one that a loader of this package reads, which counts epochs."""
+    share = SharedSampler(SAMPLERS["shuffle"](), batch_size=4, num_replicas=2, rank=1)
+    loader = FastDataLoader(range(LENGTH), 4, sampler=share, executor="inline")
+    found = {}
+    for epoch in (2, None, 1, None, 2):
+        if epoch is not None:
+            share.set_epoch(epoch)
+        found[share.epoch] = read(loader)
+        assert found[share.epoch] == read(DataLoader(range(LENGTH), 4, sampler=share))
+    assert found[1] != found[2]
+
+
 def test_impossible_shares_are_refused():
     share = SharedSampler([1], batch_size=4)
     with pytest.raises(OptionsError, match=r"batch_size=3.*Give both the same"):
@@ -477,7 +490,21 @@ def test_a_rest_of_fewer_samples_than_ranks_is_filled_up_behind_a_resume():
     state = stopped(make, 2, 2, data=data)
     with pytest.warns(FastDataWarning, match="taken again"):
         left = after(state, make, 4, data=data)
-    assert left == [[*order[16:], *order[16:]]]
+    assert left == [[*order[16:], *order[:2]]]
+
+
+@pytest.mark.filterwarnings("ignore:The last . of an epoch", "ignore:From epoch")
+@each("name", ["shuffle", "own", "the package's own"])
+def test_a_rest_is_filled_up_behind_a_resume_with_the_samples_that_it_would_have_got(name):
+    """One of each step of four ranks, which has none to give up, and one more."""
+    whole = after(None, SAMPLERS[name], 4, step=4)
+    assert len(whole[-1]) == 4
+    assert [*whole[-1][1:]] == whole[0][:3]
+    for at in (1, 5, len(whole) - 1):
+        state = stopped(SAMPLERS[name], 4, at, step=4)
+        assert after(state, SAMPLERS[name], 4, step=4) == whole[at:], at
+    left = after(stopped(SAMPLERS[name], 2, 1, step=6), SAMPLERS[name], 4, step=4)
+    assert joined(left) == [*joined(whole)[6:LENGTH], whole[0][0]]
 
 
 def test_an_order_that_is_another_one_is_noticed_on_any_rank():

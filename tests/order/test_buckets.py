@@ -14,7 +14,7 @@ from misses import Misses, each
 from ragged import Sequences, pad, stopped_epoch
 from thoroughness import max_examples
 from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
-from trainers import Keeps, quiet_trainer
+from trainers import Keeps, Learner, quiet_trainer
 
 from benchmarks.lengths import LAWS, drawn
 from lightning_fastdata import BucketBatchSampler, FastDataLoader, FastDataModule
@@ -226,6 +226,39 @@ def test_lightning_puts_no_sampler_of_its_own_in_its_place() -> None:
     trainer, module = quiet_trainer(max_epochs=2), Keeps()
     trainer.fit(module, datamodule=data)
     assert sampler.sampler.epoch == 1
+
+
+@pytest.mark.filterwarnings("ignore:From epoch")
+@each(("ranks", "then"), [(2, 1), (1, 2), (4, 2)])
+def test_a_training_takes_every_sample_once_on_another_number_of_ranks(
+    ranks, then, tmp_path
+) -> None:
+    """Its ranks are trained one after the other; it is stopped within its second epoch."""
+    lengths = drawn("sentences", 60)
+    budget, file = int(lengths.max()), tmp_path / "saved.ckpt"
+
+    def fit(ranks, rank, steps, resume=None):
+        how = {"tokens": budget, "num_replicas": ranks, "rank": rank}
+        data = FastDataModule.from_datasets(Sequences(lengths), num_workers=0)
+        data.train_dataloader = lambda: data.make_loader(
+            Sequences(lengths),
+            stage="train",
+            batch_sampler=BucketBatchSampler(lengths, **how),
+            collate_fn=pad,
+        )
+        trainer = quiet_trainer(tmp_path, max_epochs=2, max_steps=steps)
+        model = Learner(lambda batch: batch[:, 0].tolist())
+        trainer.fit(model, data, ckpt_path=resume)
+        return trainer, model.seen
+
+    whole = len(BucketBatchSampler(lengths, tokens=budget, num_replicas=ranks, rank=0))
+    for stop in (1, whole // 2):
+        first = [fit(ranks, rank, whole + stop) for rank in range(ranks)]
+        first[0][0].save_checkpoint(file)
+        rest = [fit(then, rank, -1, file) for rank in range(then)]
+        seen = [i for _, steps in first for batch in steps[whole:] for i in batch]
+        seen += [i for _, steps in rest for batch in steps for i in batch]
+        assert sorted(seen) == list(range(60)), stop
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from misses import each
 from ragged import stopped_epoch
 from thoroughness import max_examples
-from torch.utils.data import Dataset, IterableDataset, SequentialSampler
+from torch.utils.data import Dataset, DistributedSampler, IterableDataset, SequentialSampler
 
 from lightning_fastdata import FastDataLoader, Mixture, pack
 from lightning_fastdata.errors import DatasetError, FastDataWarning, OptionsError
@@ -241,6 +241,27 @@ def test_other_weights_after_a_checkpoint_hold_from_there_on():
     assert steps(2, again, weights={"a": 0, "b": 1}) == anew[1:]
 
 
+@each("shuffle", [False, True])
+def test_other_weights_of_a_mixture_within_one_leave_alone_what_was_read(shuffle):
+    def nested(weights):
+        parts = {"p": Numbered(0, 30), "q": Numbered(100, 30)}
+        inner = Mixture(parts, weights, length=10, shuffle=False)
+        both = {"inner": inner, "x": Numbered(1000, 40)}
+        return Mixture(both, {"inner": 3, "x": 1}, length=20, shuffle=shuffle)
+
+    before, after = nested({"p": 1, "q": 0}), nested({"p": 1, "q": 1})
+    after.load_state_dict(before.state_dict())
+    after.go_on_at(2, 7)  # 35 of the inner one, whose fourth pass is half over
+    places = [divmod(place, 20) for place in range(120)]
+    old, new = ([each.of_epoch(at, epoch) for epoch, at in places] for each in (before, after))
+    assert new[:47] == old[:47]
+    mixed = [sample for sample in new if sample < 1000]
+    assert sorted(mixed[:30]) == list(range(30))
+    second = [sample for sample in mixed[30:80] if sample < 100]
+    assert sorted(second) == list(range(len(second)))
+    assert len(second) < 35
+
+
 def test_of_two_states_that_are_loaded_the_second_alone_counts():
     """Also one of an earlier place, to which a training goes back."""
     early, late = state_after(1, 1), state_after(1, 4)
@@ -266,6 +287,28 @@ def test_a_part_may_come_but_not_go_at_a_checkpoint_and_another_length_is_told()
         Mixture({"a": Numbered(0, 70)}).load_state_dict(state)
     with pytest.warns(FastDataWarning, match="had 9 for 'b'.* is 10 now"):
         Mixture({"a": Numbered(0, 70), "b": Numbered(0, 10)}, seed=1).load_state_dict(state)
+
+
+def test_a_sampler_that_splits_itself_tells_what_all_ranks_had_of_a_mixture():
+    """As the one that Lightning puts in where there is no data module."""
+
+    def loader_of(weights=None):
+        data = numbered(weights)
+        sampler = DistributedSampler(data, num_replicas=2, rank=1, shuffle=False)
+        return FastDataLoader(data, 4, sampler=sampler, executor="inline")
+
+    loader = loader_of()
+    given = iter(loader)
+    for batches in range(1, 4):
+        next(given)
+        assert loader.progress() == (0, 8 * batches)
+    again = loader_of({"a": 0, "b": 1})
+    again.load_state_dict(loader.state_dict())
+    next(iter(again))
+    assert again.progress() == (0, 32)
+    read = again.dataset.counts(0, 24)
+    assert read == loader.dataset.counts(0, 24)
+    assert again.dataset.counts(0, 32) == {"a": read["a"], "b": read["b"] + 8}
 
 
 # -- streams ---------------------------------------------------------------------------------------

@@ -160,6 +160,64 @@ def test_what_samples_draw_is_what_they_would_have_drawn(before, after):
     assert seen(resumed(left_after(3, before, data=Draws), after, data=Draws)) == first[3:]
 
 
+class Backwards(BatchSampler):
+    """A batch sampler of the user's own, of a size that it states."""
+
+    def __iter__(self):
+        for batch in super().__iter__():
+            yield batch[::-1]
+
+
+def in_batches(kind, size):
+    order = list(range(LENGTH))
+    if kind == "a sampler":
+        return {"sampler": order, "batch_size": size}
+    if kind == "an own batch sampler":
+        return {"batch_sampler": Backwards(order, size, drop_last=False)}
+    # Batches of one sample, of which each of so many ranks takes one in a step.
+    ranks = {"num_replicas": size, "rank": 0, "drop_last": True}
+    return {"batch_sampler": BucketBatchSampler([1] * LENGTH, batch_size=1, **ranks)}
+
+
+@each("kind", ["a sampler", "an own batch sampler", "ranks of buckets"])
+@each(("before", "at", "after"), [(4, 3, 6), (2, 4, 3), (3, 2, 2), (1, 9, 2), (2, 1, 11)])
+def test_an_epoch_that_goes_on_in_other_steps_is_over_where_nothing_is_left(
+    kind, before, at, after
+):
+    def taken(size, state=None):
+        loader = FastDataLoader(Images(LENGTH), executor="inline", **in_batches(kind, size))
+        if state is not None:
+            loader.load_state_dict(state)
+        for batch in loader:
+            yield batch, through_a_file(loader.state_dict())
+
+    with warned():
+        state = next(islice(taken(before), at - 1, None))[1]
+        given = list(taken(after, state))
+        for number, (_, left) in enumerate(given, 1):
+            assert left["epoch"] == (number == len(given))
+            if number < len(given):
+                rest = [batch for batch, _ in taken(after, left)]
+                assert seen(rest) == seen(batch for batch, _ in given[number:])
+
+
+@each("order", ["a generator", "the package's own"])
+@each("length", [16, 30])
+def test_a_step_that_changes_the_length_of_the_dataset_ends_no_epoch(length, order):
+    data = list(range(24))
+    generator = torch.Generator().manual_seed(6)
+    how = {"shuffle": "blocks"} if order != "a generator" else {"shuffle": True}
+    loader = FastDataLoader(data, 4, generator=generator, num_workers=1, **how)
+    epochs = []
+    for number, _ in enumerate(loader, 1):
+        if number == 2:
+            data[:] = range(length)  # which the worker reads in the next epoch
+        state = loader.state_dict()
+        epochs.append((state["epoch"], state["batches"]))
+    assert epochs == [*((0, number) for number in range(1, 6)), (1, 0)]
+    loader.close()
+
+
 # -- states as data --------------------------------------------------------------------------------
 
 
