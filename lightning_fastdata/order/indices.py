@@ -319,8 +319,8 @@ class EpochIndices:
         share, first = self._share, list[Any]()
         if samples:
             items = (each for each in items)  # iter() of lhotse's samplers begins anew
-            if share is not None and not share.gives_samples:
-                first = list(islice(items, share.num_replicas))
+            if share is not None:
+                first = list(islice(items, 1 if share.gives_samples else share.num_replicas))
             items = _behind(chain(first, items), start, taken, deciding(self.source))
         # Not earlier: what a sampler draws at the start of its iteration is keyed, too.
         yield from (

@@ -339,7 +339,7 @@ class SharedSampler(DistributedSampler[Any]):
         ``items`` begin after it.
         """
         if self.gives_samples:
-            for whole in self._complete(items, even=even):
+            for whole in self._complete(items, even=even, first=next(iter(first), None)):
                 yield Step((whole,), self._own(whole))
             return
         batches, first = (each for each in items), list(first)
@@ -353,9 +353,10 @@ class SharedSampler(DistributedSampler[Any]):
     def _own(self, whole: Any) -> Any:
         return whole[part_of(len(whole), self.rank, self.num_replicas)]
 
-    def _complete(self, batches: Iterable[Indices], *, even: bool) -> Iterator[Indices]:
+    def _complete(
+        self, batches: Iterable[Indices], *, even: bool, first: Indices | None
+    ) -> Iterator[Indices]:
         """Yield the samples of each step; too small a rest is completed to one for each rank."""
-        first: Indices | None = None
         before: Indices | None = None
         waits = not even and self._waits()
         for batch in batches:

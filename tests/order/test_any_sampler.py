@@ -477,7 +477,17 @@ def test_a_rest_of_fewer_samples_than_ranks_is_filled_up_behind_a_resume():
     state = stopped(make, 2, 2, data=data)
     with pytest.warns(FastDataWarning, match="taken again"):
         left = after(state, make, 4, data=data)
-    assert left == [[*order[16:], *order[16:]]]
+    assert left == [[*order[16:], *order[:2]]]
+
+
+@pytest.mark.filterwarnings("ignore:The last .* of an epoch")
+@each("name", ["shuffle", "own", "without a length", "the package's own"])
+def test_a_rest_is_filled_up_by_the_first_samples_of_the_epoch_also_behind_a_resume(name):
+    make = SAMPLERS[name]
+    whole = after(None, make, 2, step=2)
+    assert whole[-1][1] == whole[0][0]
+    for at in (1, 10, len(whole) - 1):
+        assert after(stopped(make, 2, at, step=2), make, 2, step=2) == whole[at:], at
 
 
 def test_an_order_that_is_another_one_is_noticed_on_any_rank():
