@@ -355,7 +355,8 @@ class DataModule:
     def _attach(self, trainer: Trainer | None) -> None:
         """Belong to a trainer; after a run within that of another trainer, to the other again."""
         outer, now = self._trainer, dict[str, object](_trainer=trainer)
-        if seams.running_stage(trainer) == "train":
+        if trainer is not None and seams.running_stage(trainer) == "train":
+            seams.forget_unfinished_epoch(trainer)
             # A fit goes on from a checkpoint of its own, which is read after this, or from none.
             now |= {"_fit_trainer": trainer, "_fit_loaders": {}, "_saved": {}, "_saved_place": None}
         if trainer is None or outer in (None, trainer) or not seams.is_running(outer):

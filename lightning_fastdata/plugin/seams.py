@@ -471,6 +471,17 @@ def _was_cut(trainer: Trainer) -> bool:
     return stopped and not batches.is_last_batch and batches.current.processed > 0
 
 
+def forget_unfinished_epoch(trainer: Trainer) -> None:
+    """Have a trainer count an epoch within which its last fit was interrupted as not begun.
+
+    The next fit begins that epoch anew, which Lightning counts as a second one: until the end of
+    the fit its counts would say that no epoch is under way.
+    """
+    loop: Any = trainer.fit_loop
+    for counts in (loop.epoch_progress.current, loop.epoch_progress.total):
+        counts.ready = counts.started = counts.completed = counts.processed
+
+
 def is_to_be_restored(trainer: Trainer) -> bool:
     """Return whether a fit goes on from a checkpoint, whose counts are not restored yet."""
     total: Any = trainer.fit_loop.epoch_loop.batch_progress.total

@@ -92,6 +92,38 @@ def test_a_trainer_that_fits_again_goes_on(tmp_path):
     assert model.seen[len(straight) :] == straight[STEPS:]
 
 
+class Stop(Exception):
+    """Ends a fit as whatever fails would."""
+
+
+class Stops(Callback):
+    """Raises an error at a step."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_step == self.step:
+            self.step = -1
+            raise Stop
+
+
+def test_a_fit_behind_an_interrupted_one_draws_for_each_batch_and_is_resumed(tmp_path):
+    def data():
+        return data_of(augment=lambda batch: batch + torch.randint(256, batch.shape))
+
+    straight = fit(tmp_path / "a", Model(), data())
+    model, of_fit, done = Model(), data(), STEPS + 1
+    each_step = {"every_n_train_steps": 1}
+    with pytest.raises(Stop):
+        fit(tmp_path / "b", model, of_fit, save=each_step, beside=[Stops(done)])
+    assert model.seen == straight[:done]
+    model.trainer.fit(model, datamodule=of_fit)  # which begins the epoch anew
+    assert model.seen[done:] == straight[STEPS:]
+    file = tmp_path / "b" / f"step={done + 2:02d}.ckpt"
+    assert fit(tmp_path / "c", Model(), data(), resume=file) == straight[STEPS + 2 :]
+
+
 class Evaluates(Callback):
     """Has another trainer validate another model on the data of a fit."""
 
