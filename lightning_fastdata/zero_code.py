@@ -9,8 +9,8 @@ It finds this module; without ``fastdata`` there is no callback, and nothing is 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
-import sys
 from importlib import import_module
 from typing import Any, Final
 
@@ -54,8 +54,8 @@ def _only_imports() -> bool:
 
     A script of which nothing stands under ``if __name__ == "__main__":`` trains then once more.
     """
-    # It takes the place of the program that starts workers, which is in no file, when it has run.
-    return "__mp_main__" in sys.modules and not hasattr(sys.modules["__main__"], "__file__")
+    # By this mark Python itself refuses to start processes there.
+    return bool(getattr(multiprocessing.current_process(), "_inheriting", False))
 
 
 def _silence() -> None:
