@@ -819,11 +819,15 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         """Return the epoch, counted from 0, and the number of its samples that all ranks took."""
         epoch, batches, found = self._passes.now(self._run_now(), self._length())
         if isinstance(found, Position):
-            samples: int | None = found.samples
-        else:
-            indices = self._indices_now(found)
-            samples = None if indices is None else indices.samples(epoch, batches)
+            return epoch, self._of_all_ranks(found)
+        indices = self._indices_now(found)
+        samples = None if indices is None else indices.samples(epoch, batches)
         return epoch, (samples or 0) * ranks_aside(order_of(self))
+
+    def _of_all_ranks(self, state: Position) -> int:
+        """Return how many samples all ranks there were had taken when a state was saved."""
+        ranks = state.world_size if ranks_aside(order_of(self)) > 1 else 1
+        return max(0, state.samples) * ranks
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Have the next iteration go on after the last batch before a state was saved.
@@ -870,7 +874,7 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         """Have the pass begin at its position; return how many batches of a stream to reread."""
         state, indices, inner = begun.state, self._indices, self._inner
         if state is not None:
-            position.restore_dataset(self.dataset, state, ranks_aside(order_of(self)))
+            position.restore_dataset(self.dataset, state, self._of_all_ranks(state))
             self.quarantine = sorted({*self.quarantine, *state.quarantine})
             self.faults.count_in(state.bad)
             position.check_order(state)

@@ -66,7 +66,8 @@ class Position:
     batches: int
     """Batches of this pass over the data that the training took, per rank."""
     samples: int
-    """Samples of this pass that all ranks took, and those of ``late``; below 0: not known."""
+    """Samples of this pass that all ranks took, and those of ``late``; below 0: not known. Where a
+    sampler splits itself (:func:`ranks_aside`), those of one rank."""
     late: list[int] = field(default_factory=list)
     """Numbers, in the order of the epoch, of batches that later ones have overtaken. They were not
     taken, and come first when the training goes on."""
@@ -883,16 +884,16 @@ def dataset_state(dataset: object) -> dict[str, Any] | None:
     return dataset.state_dict()
 
 
-def restore_dataset(dataset: object, state: Position, ranks: int) -> None:
+def restore_dataset(dataset: object, state: Position, samples: int) -> None:
     """Give a map-style dataset the state that it saved of itself.
 
-    ``ranks``: how many took as many samples each as the state says.
+    ``samples``: number of those of the epoch that all ranks had taken.
     """
     saved = state.dataset_state
     if saved is not None and tells_state(dataset):
         dataset.load_state_dict(saved)
     if isinstance(dataset, Mixture):
-        dataset.go_on_at(state.epoch, state.samples * ranks)
+        dataset.go_on_at(state.epoch, samples)
 
 
 def sampler_epoch(loader: FastDataLoader[Any]) -> int | None:

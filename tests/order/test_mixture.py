@@ -289,23 +289,25 @@ def test_a_part_may_come_but_not_go_at_a_checkpoint_and_another_length_is_told()
         Mixture({"a": Numbered(0, 70), "b": Numbered(0, 10)}, seed=1).load_state_dict(state)
 
 
-def test_a_sampler_that_splits_itself_tells_what_all_ranks_had_of_a_mixture():
-    """As the one that Lightning puts in where there is no data module."""
+@each("ranks", [2, 4])
+@pytest.mark.filterwarnings("ignore:.*DistributedSampler decides itself:UserWarning")
+def test_a_sampler_that_splits_itself_tells_what_all_ranks_had_of_a_mixture(ranks):
+    """As the one that Lightning puts in where there is no data module; on any number of ranks."""
 
-    def loader_of(weights=None):
+    def loader_of(ranks, weights=None):
         data = numbered(weights)
-        sampler = DistributedSampler(data, num_replicas=2, rank=1, shuffle=False)
+        sampler = DistributedSampler(data, num_replicas=ranks, rank=1, shuffle=False)
         return FastDataLoader(data, 4, sampler=sampler, executor="inline")
 
-    loader = loader_of()
+    loader = loader_of(2)
     given = iter(loader)
     for batches in range(1, 4):
         next(given)
         assert loader.progress() == (0, 8 * batches)
-    again = loader_of({"a": 0, "b": 1})
+    again = loader_of(ranks, {"a": 0, "b": 1})
     again.load_state_dict(loader.state_dict())
-    next(iter(again))
-    assert again.progress() == (0, 32)
+    assert again.progress() == (0, 24)
+    next(iter(again), None)
     read = again.dataset.counts(0, 24)
     assert read == loader.dataset.counts(0, 24)
     assert again.dataset.counts(0, 32) == {"a": read["a"], "b": read["b"] + 8}

@@ -688,7 +688,8 @@ class Crew:
         return self._read(readable)
 
     def _starved(self) -> bool:
-        return any(child.progress.starved for child in self.children.values())
+        running = (each.progress for each in self.children.values())
+        return any(each.starved and each.being_read() for each in running)
 
     def _read(self, children: Iterable[ChildProcess]) -> Iterator[Answer | Loss]:
         for child in children:
