@@ -8,7 +8,9 @@ epochs, and ours. Told is the wall time of the whole run, from making the loader
 over the best of torch's, chosen in the other rounds (``published.py``). torch and the first of ours
 read the very same dataset, which calls its Albumentations pipeline itself; the others read an image
 folder and are given the pipeline. The network is that of the demo. A first round is not counted.
-Without a GPU the model computes on half of the CPUs where there are workers, also for torch.
+Rounds in which known work took longer than in others do not count (``turns.py``), but in the shares
+of waiting and idle CPUs. Without a GPU the model computes on half of the CPUs where there are
+workers, also for torch.
 """
 
 from __future__ import annotations
@@ -140,7 +142,7 @@ def main() -> None:
             return spent_s
 
         contenders = {name: partial(one, name, way) for name, way in {**torchs, **ours}.items()}
-        spent = in_turn(contenders, rounds=arguments.rounds)
+        spent = in_turn(contenders, rounds=arguments.rounds, steady=True)
     print(f"{arguments.rounds} rounds of {arguments.epochs} epochs, batch {BATCH_SIZE}\n")
     print("| training on photographs | s, lowest / median / highest | wait | idle CPUs |")
     print("| --- | ---: | ---: | ---: |")
