@@ -24,6 +24,7 @@ from lightning_fastdata.insight.finding import (
 from lightning_fastdata.insight.waits import (
     OperationShare,
     lock_between_processes,
+    seen_at_lock,
     where_text,
 )
 from lightning_fastdata.loading.simulate import LoaderSetup, scaled
@@ -106,7 +107,8 @@ def _more_workers(
 ) -> Finding:
     """Return the finding with the number of workers that the model recommends, if one helps.
 
-    ``together``: workers may wait for something that they share, which the model does not know.
+    ``together``: workers may wait for something that they share, which the model does not know. A
+    lock between processes that was seen is such a thing, however short the wait for it was.
     ``computing``: workers compute, so that more of them than there are CPUs are of no use.
     """
     wanted, now = e.best_workers(computing=computing), e.setup
@@ -120,7 +122,8 @@ def _more_workers(
         if gain is not None and most is not None:  # more workers make no step compute faster
             gain = replace(gain, after_ms=max(gain.after_ms, most.after_ms))
         if gain is not None and gain.worthwhile:
-            gain = replace(gain, basis="independent") if together else gain
+            if together or seen_at_lock(e.causes.operations):
+                gain = replace(gain, basis="independent")
             more = _advised(now, wanted, gain)
             return replace(otherwise, advice=(more, *otherwise.advice))
     return replace(otherwise, leave_alone=leave)

@@ -539,5 +539,16 @@ def lock_between_processes(lines: Iterable[LineShare]) -> bool:
     Two workers that read under a lock wait for it half of the time, more workers for longer. Locks
     within a process do not count: the work of a pool of threads may be waited for.
     """
-    much = (line.calls for line in lines if line.share > _MUCH_OF_IT)
-    return any(name in calls for calls in much for name in _LOCKS_OF_PROCESSES)
+    return any(_is_lock(line.calls) for line in lines if line.share > _MUCH_OF_IT)
+
+
+def seen_at_lock(operations: Iterable[OperationShare]) -> bool:
+    """Return whether reading was ever seen to wait for a lock between processes.
+
+    The wait grows with the number of workers, so that little of it is a limit for more of them.
+    """
+    return any(_is_lock(each.name) for each in operations)
+
+
+def _is_lock(call: str) -> bool:
+    return any(name in call for name in _LOCKS_OF_PROCESSES)

@@ -313,6 +313,22 @@ def test_what_half_of_the_workers_read_tells_whether_more_of_them_would_help(rat
     assert ("num_workers" in found.remedy) == (code == "FD303")
 
 
+@each(
+    ("call", "basis"),
+    [
+        ("multiprocessing SemLock.__enter__", "independent"),
+        ("filelock BaseFileLock.acquire", "independent"),
+        ("threading Condition.wait", "simulated"),
+    ],
+)
+def test_a_gain_of_more_workers_is_not_promised_where_a_lock_between_them_was_seen(call, basis):
+    """However short the wait for it was: with more workers it is longer."""
+    rates = ReadRates(2, 100.0, 4, 195.0)
+    called = (OperationShare(name=call, share=0.06),)
+    seen = evidence_with(TABLE["FD304"][0], read_rates=rates, operations=called)
+    assert findings(seen)[0].gain.basis == basis
+
+
 @pytest.mark.parametrize("part", ["sampler_ms", "unpack_ms", "handover_ms"])
 def test_what_the_training_process_does_itself_is_told_from_a_millisecond_on(part):
     small = late({part: 0.9}, share=0.9 / 40)
