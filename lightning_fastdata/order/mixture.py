@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
+import operator
 import os
 import warnings
 from bisect import bisect_right
@@ -148,6 +149,7 @@ class Mixture(Dataset[Any]):
 
     def _located(self, index: int, epoch: int) -> tuple[str, int, int]:
         """Return the part of a place's sample, its index there, and the number of the pass."""
+        index = operator.index(index)  # NumPy's small integers would overflow
         index = index + self.length if index < 0 else index
         if not 0 <= index < self.length:
             raise IndexError(f"There is no sample {index} in an epoch of {self.length}.")

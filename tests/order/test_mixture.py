@@ -96,6 +96,13 @@ def read(mixed, epochs):
     return found
 
 
+@each("kind", [np.uint8, np.int16, torch.tensor])
+def test_an_index_may_be_an_integer_of_any_kind(kind):
+    mixed = mixture(length=1000)
+    assert mixed[kind(150)] == mixed[150]
+    assert mixed.place(kind(150)) == mixed.place(150)
+
+
 def test_parts_are_read_in_whole_passes_each_in_another_order_and_counted():
     mixed = mixture(length=1000)
     samples = read(mixed, 3)
