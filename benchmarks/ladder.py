@@ -20,7 +20,7 @@ import torch
 from published import TORCH_WORKERS, add_publish, over_best, publish
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
-from turns import arguments, in_turn, machine, spread, write
+from turns import arguments, in_turn, known_work_s, machine, spread, write
 
 from lightning_fastdata import FastDataModule, LoaderOptions
 from lightning_fastdata.loading.loader import FastDataLoader
@@ -178,7 +178,7 @@ def main() -> None:
         name: lambda make=make: seconds(make, chosen.batches, train=chosen.train)
         for name, make in rows.items()
     }
-    found = in_turn(contenders, rounds=chosen.rounds)
+    found = in_turn(contenders, rounds=chosen.rounds, pace_s=known_work_s)
     by_workers = {workers: found[torchs(workers)] for workers in TORCH_WORKERS}
     results = {}
     for name, spent in found.items():

@@ -35,7 +35,7 @@ import torch
 from albumentations import Compose
 from published import TORCH_WORKERS, add_publish, over_best, publish
 from torch.utils.data import DataLoader
-from turns import in_turn, machine, spread
+from turns import in_turn, known_work_s, machine, spread
 
 from demo.photos import Cut, cut_photographs
 from demo.training import (
@@ -142,7 +142,7 @@ def main() -> None:
             return spent_s
 
         contenders = {name: partial(one, name, way) for name, way in {**torchs, **ours}.items()}
-        spent = in_turn(contenders, rounds=arguments.rounds, steady=True)
+        spent = in_turn(contenders, rounds=arguments.rounds, pace_s=known_work_s)
     print(f"{arguments.rounds} rounds of {arguments.epochs} epochs, batch {BATCH_SIZE}\n")
     print("| training on photographs | s, lowest / median / highest | wait | idle CPUs |")
     print("| --- | ---: | ---: | ---: |")

@@ -46,38 +46,39 @@ def in_turn(
     *,
     rounds: int,
     warm: bool = True,
-    steady: bool = False,
+    pace_s: Callable[[], float] | None = None,
 ) -> dict[str, list[float]]:
     """Run the contenders one after the other, round by round, so that noise hits all of them.
 
     The order is turned around every other round. What each returns is collected, apart from a first
-    round if ``warm``. ``steady``: a virtual machine that shares its CPUs with others may be at half
-    its pace for a minute, which hits some contenders of a round alone. So before and after each run
-    some known work is timed, and there are up to three times as many rounds until in enough of them
-    it never took over 1.2 times its shortest time. These count; too few: the steadiest ones.
+    round if ``warm``. A virtual machine that shares its CPUs with others may be at half its pace
+    for a minute, which hits some contenders of a round alone. So with ``pace_s``, which returns the
+    seconds of some known work, that work is timed before and after each run, and there are up to
+    three times as many rounds until in enough of them it never took over 1.2 times its shortest
+    time. These count; too few: the steadiest ones.
     """
     found: list[dict[str, float]] = []
     paces_s: list[float] = []
-    for number in range(rounds * (3 if steady else 1) + warm):
+    for number in range(rounds * (3 if pace_s else 1) + warm):
         order = list(contenders) if number % 2 else list(reversed(contenders))
-        values, slowest_s = {}, _pace_s() if steady else 0.0
+        values, slowest_s = {}, pace_s() if pace_s else 0.0
         for name in order:
             values[name] = contenders[name]()
-            slowest_s = max(slowest_s, _pace_s() if steady else 0.0)
+            slowest_s = max(slowest_s, pace_s() if pace_s else 0.0)
         if number >= warm:
             found.append(values)
             paces_s.append(slowest_s)
-        even = [pace_s <= _STEADY * min(paces_s) for pace_s in paces_s]
+        even = [each <= _STEADY * min(paces_s) for each in paces_s]
         if sum(even) == rounds:
             break
-    if steady:
-        shown = ", ".join(f"{pace_s / min(paces_s):.2f}" for pace_s in paces_s)
+    if pace_s:
+        shown = ", ".join(f"{each / min(paces_s):.2f}" for each in paces_s)
         print(f"known work in each round, over its shortest time: {shown}; {rounds} rounds count")
     counted = sorted(sorted(range(len(found)), key=paces_s.__getitem__)[:rounds])
     return {name: [found[number][name] for number in counted] for name in contenders}
 
 
-def _pace_s() -> float:
+def known_work_s() -> float:
     """Return how long known work takes on all CPUs at once."""
     cpus = len(os.sched_getaffinity(0))
     began_s, data = time.perf_counter(), bytes(2**25)

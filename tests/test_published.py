@@ -12,6 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 published = SimpleNamespace(**runpy.run_path(str(ROOT / "benchmarks" / "published.py")))
+in_turn = runpy.run_path(str(ROOT / "benchmarks" / "turns.py"))["in_turn"]
 
 
 @pytest.mark.parametrize("page", published.PAGES)
@@ -71,3 +72,23 @@ def test_a_table_shows_what_was_measured_and_what_was_not():
     assert published.between(page, ["new"]) == page.replace("old", "new")
     rows = published.results_table(noted)
     assert any("| train/augment | 2.25 | 2.00-2.50 |" in row for row in rows)
+
+
+def rounds_of(paces_s, *, rounds=2):
+    """The numbers of the rounds that count, and how many there were."""
+    ran, paces_s = [], iter(paces_s)
+
+    def run():
+        ran.append(len(ran))
+        return ran[-1]
+
+    return in_turn({"one": run}, rounds=rounds, pace_s=lambda: next(paces_s))["one"], len(ran)
+
+
+def test_rounds_count_in_which_known_work_took_no_longer_than_in_others():
+    """It is timed before and after each run; the first round warms up."""
+    assert rounds_of([1.0] * 6) == ([1, 2], 3)
+    assert rounds_of([1.0] * 4 + [1.0, 1.5] + [1.0, 1.0]) == ([1, 3], 4)
+    assert rounds_of([1.0, 1.0, 1.9, 1.0] + [1.0] * 4) == ([2, 3], 4)
+    slowing = [1.0 + 0.3 * (number // 2) for number in range(14)]
+    assert rounds_of(slowing) == ([1, 2], 7)
