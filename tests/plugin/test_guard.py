@@ -293,7 +293,7 @@ def test_another_error_is_raised_after_everything_is_restored(tmp_path):
     run = Run(module_for(device), device, tmp_path)
     with pytest.raises(RuntimeError, match="mat1 and mat2") as caught:
         run()
-    assert any("16 rows" in note and "'off'" in note for note in caught.value.__notes__)
+    assert any("16 samples" in note and "'off'" in note for note in caught.value.__notes__)
     run.states.append(state_of(run.trainer, run.module))
     run.states[1]["random"] = run.states[0]["random"]  # put back behind the error, drawn from since
     run.assert_restored()
@@ -448,7 +448,7 @@ def test_memory_that_another_process_takes_meanwhile_counts(tmp_path):
     assert [each.action for each in decisions] == ["keep", "accumulate"]
     assert decisions[0].probes[0].budget_bytes - decisions[1].probes[0].budget_bytes == 8 * GIB
     assert decisions[1].batch_size == 8
-    assert decisions[1].reason.endswith("Batch normalisation now averages over 8 rows.")
+    assert decisions[1].reason.endswith("Batch normalisation now averages over 8 samples.")
 
 
 @each("estimate", [False, True])
@@ -468,7 +468,7 @@ def test_accumulation_keeps_the_optimizer_steps_also_if_the_loader_was_built_bef
     assert set(device.rows_tried[len(run.tried) :]) == {8}
     assert run.trainer.global_step == ROWS // (3 * BATCH)
     assert run.data.notes == [run.decision.reason]
-    assert "Each optimizer step still sees 48 rows." in run.decision.reason
+    assert "Each optimizer step still sees 48 samples." in run.decision.reason
     assert (run.data.batch_size, run.trainer.accumulate_grad_batches) == (BATCH, 3)  # again
 
 
@@ -515,7 +515,7 @@ def test_accumulate_loads_smaller_batches_and_each_sample_once(capsys):
     assert run.trainer.global_step == 2
     assert callback.report.notes == (run.decision.reason,)
     printed = " ".join(capsys.readouterr().out.split())
-    assert "the loader now gives 8 rows at a time" in printed
+    assert "the loader now gives 8 samples at a time" in printed
 
 
 def test_the_asked_sizes_are_back_after_an_error():
@@ -580,7 +580,7 @@ def test_where_not_even_one_row_fits_the_training_ends_before_its_first_step(gua
     device = Steps(total=GIB)
     model = Takes(device)
     how = {"batch_size": "auto", "rows": 400} if guard == "auto" else {"guard": guard}
-    with pytest.raises(BatchSizeError, match="not even one row fits"):
+    with pytest.raises(BatchSizeError, match="not even one sample fits"):
         fit(device, model=model, **how)
     assert model.sizes == []
 
@@ -765,7 +765,7 @@ def test_the_smallest_size_that_trains_as_many_rows_a_second_is_trained_with():
     assert list(dict.fromkeys(run.tried)) == [4, 8, 16, 32, 64, 128, 256]
     assert (run.decision.action, run.decision.batch_size) == ("chosen", 64)
     assert set(run.module.sizes) == {64}
-    assert 'batch_size="auto": 64 rows' in run.decision.reason
+    assert 'batch_size="auto": 64 samples' in run.decision.reason
     assert "64: 6400" in run.decision.reason
     assert run.data.batch_size == 32  # as before, for another fit
     assert run.data.notes == [run.decision.reason]

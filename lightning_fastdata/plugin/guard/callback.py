@@ -306,8 +306,8 @@ def accumulated(asked: int, probes: Sequence[Probe], accumulate_now: int) -> Gua
     batches = accumulate_now * -(-full.rows // last.rows)
     before, after = full.rows * accumulate_now, last.rows * batches
     seen = f"still sees {after}" if after == before else f"sees {after} instead of {before}"
-    reason = f"{_too_large(full)}: the loader now gives {last.rows} rows at a time and gradients "
-    reason += f"accumulate over {batches} batches. Each optimizer step {seen} rows."
+    reason = f"{_too_large(full)}: the loader now gives {last.rows} samples at a time and "
+    reason += f"gradients accumulate over {batches} batches. Each optimizer step {seen} samples."
     return GuardDecision(last.rows, batches, "accumulate", reason)
 
 
@@ -325,10 +325,10 @@ def chosen(probes: Sequence[Probe], accumulate_now: int) -> GuardDecision:
     found = next(probe for probe in fitting if rates[probe.rows] >= _NEARLY * best)
     tried = ", ".join(f"{rows}: {rate:.4g}" for rows, rate in rates.items())
     reason = (
-        f'batch_size="auto": {found.rows} rows at a time, which takes '
+        f'batch_size="auto": {found.rows} samples at a time, which takes '
         f"{size_text(found.peak_bytes or 0)} of the {size_text(found.budget_bytes)} that may be "
-        f"used and trains {rates[found.rows] / best:.0%} of the most rows a second. Rows a second "
-        f"that were measured, by batch size: {tried}."
+        f"used and trains {rates[found.rows] / best:.0%} of the most samples a second. Samples a "
+        f"second that were measured, by batch size: {tried}."
     )
     return GuardDecision(found.rows, accumulate_now, "chosen", reason)
 
@@ -341,8 +341,8 @@ def skipped(asked: int, accumulate_now: int, why: str) -> GuardDecision:
 
 def _nothing_fits(probe: Probe, accumulate_now: int) -> GuardDecision:
     reason = (
-        f"{_too_large(probe)}, and not even one row fits. Free memory on the device, use a smaller "
-        "model or smaller samples, or set guard to 'off' to try nevertheless."
+        f"{_too_large(probe)}, and not even one sample fits. Free memory on the device, use a "
+        "smaller model or smaller samples, or set guard to 'off' to try nevertheless."
     )
     return GuardDecision(1, accumulate_now, "raise", reason)
 
@@ -362,7 +362,7 @@ def _needed(probe: Probe) -> str:
     """Return in words how much memory training steps take."""
     rows, peak = probe.rows, probe.peak_bytes
     memory = "more GPU memory than there is" if peak is None else f"{size_text(peak)} of GPU memory"
-    return f"A training step on {rows} row{'' if rows == 1 else 's'} needs {memory}"
+    return f"A training step on {rows} sample{'' if rows == 1 else 's'} needs {memory}"
 
 
 def _too_large(probe: Probe) -> str:
@@ -447,7 +447,7 @@ class TriedSteps:
         decision = replace(decide(probes, accumulate_now), probes=probes)
         if decision.action != "accumulate" or not parts.normalises(self.pl_module):
             return decision
-        note = f"Batch normalisation now averages over {decision.batch_size} rows."
+        note = f"Batch normalisation now averages over {decision.batch_size} samples."
         return replace(decision, reason=f"{decision.reason} {note}")
 
     def _remembered(self) -> Snapshot:
@@ -492,14 +492,14 @@ class TriedSteps:
         failed = seams.of_ranks(self.trainer, int(error is not None))
         if error is not None:
             error.add_note(
-                f"Raised in a training step on {rows} rows that the batch-size guard tried before "
-                "the fit. If training itself would not raise it, set guard='off'."
+                f"Raised in a training step on {rows} samples that the batch-size guard tried "
+                "before the fit. If training itself would not raise it, set guard='off'."
             )
             raise error
         if failed:
             raise RuntimeError(
-                f"A training step on {rows} rows that the batch-size guard tried failed on another "
-                "rank, whose error says why."
+                f"A training step on {rows} samples that the batch-size guard tried failed on "
+                "another rank, whose error says why."
             )
         peak = seams.of_ranks(self.trainer, peak)
         step_s = seams.of_ranks(self.trainer, int(step_s * 1e9)) / 1e9
