@@ -119,27 +119,29 @@ def loading_limits(*, cpu: CpuLimit, memory: HostMemory, has_gpu: bool) -> Itera
             f"programs see ({cpu.quota_source}). More workers than that only get throttled; ask "
             "for more CPUs (docker --cpus, Kubernetes limits.cpu)."
         )
+    usable = f"{cpu.usable_cpus} usable CPU{'s' * (cpu.usable_cpus != 1)}"
     if has_gpu and cpu.usable_cpus < 4:
         yield (
-            f"{cpu.usable_cpus} usable CPUs are few for a GPU. Let FastDataModule run the "
-            "augmentation on the GPU (augment=...), and store images at the size you train with."
+            f"{usable} {'is' if cpu.usable_cpus == 1 else 'are'} few for a GPU. Let FastDataModule "
+            "run the augmentation on the GPU (augment=...), and store images at the size you train "
+            "with."
         )
     if not has_gpu and cpu.usable_cpus <= 2:
         yield (
-            f"Training and loading share {cpu.usable_cpus} usable CPUs: loading ahead can hide "
-            "waiting for files, but not computing."
+            f"Training and loading share {usable}: loading ahead can hide waiting for files, but "
+            "not computing."
         )
     if memory.shm_free_bytes is not None and memory.shm_free_bytes < 512 * _MIB:
         yield (
-            f"/dev/shm has {_size(memory.shm_free_bytes)} free. Batches of worker processes live "
-            "there, and a full one kills workers with a bus error: start the container with "
-            "--shm-size=8g or --ipc=host."
+            f"/dev/shm has {_size(memory.shm_free_bytes)} free. torch's own workers hand batches "
+            "over there (a plain DataLoader has them), and die of a bus error when it is full; "
+            'cache="ram" needs it, too. Start the container with --shm-size=8g or --ipc=host.'
         )
     if memory.open_files_soft is not None and memory.open_files_soft < 4096:
         raised = min(_ENOUGH_OPEN_FILES, memory.open_files_hard or _ENOUGH_OPEN_FILES)
         yield (
-            f"{memory.open_files_soft} open files are allowed. Tensors from worker processes take "
-            f"one each while they are alive: run `ulimit -n {raised}` before "
+            f"{memory.open_files_soft} open files are allowed. Each tensor from torch's own "
+            f"workers takes one for as long as it is kept: run `ulimit -n {raised}` before "
             "training if it fails with 'Too many open files'."
         )
     if memory.available_bytes < 2 * _GIB:
