@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import ConcatDataset, Subset
 
-from lightning_fastdata.errors import DatasetError, OptionsError, is_whole
+from lightning_fastdata.errors import DatasetError, OptionsError, checked_seed, is_whole
 from lightning_fastdata.tree import has_method
 
 Ints: TypeAlias = NDArray[np.int64]
@@ -42,8 +42,21 @@ _MASK: Final = 2**64 - 1
 def check_whole(**values: int | None) -> None:
     """Raise an :class:`OptionsError` unless each value is None or a whole number from 1 on."""
     for name, value in values.items():
-        if value is not None and not is_whole(value, 1):
-            raise OptionsError(f"{name} is {value!r}; give a whole number, at least 1.")
+        if value is not None:
+            whole(name, value)
+
+
+def whole(name: str, value: Any, least: int = 1) -> int:
+    """Return a whole number as Python's; raises OptionsError if it is none, or below ``least``."""
+    if not is_whole(value, least):
+        raise OptionsError(f"{name} is {value!r}; give a whole number, at least {least}.")
+    return int(value)
+
+
+def check_rank(rank: int, ranks: int) -> None:
+    """Raise an :class:`OptionsError` unless a rank is one of so many."""
+    if whole("rank", rank, 0) >= ranks:
+        raise OptionsError(f"rank is {rank!r}; of {ranks} ranks it is one of 0 to {ranks - 1}.")
 
 
 class KeyedPermutation:
@@ -160,6 +173,7 @@ def reordered(edges: Ints, order: Ints) -> tuple[Ints, Ints]:
 def blocks_of(dataset: Sized, block: int | None = None, at_once: int | None = None) -> Blocks:
     """Return the blocks of a dataset; see :class:`BlockShuffleSampler`."""
     check_whole(block=block, blocks_at_once=at_once)
+    block, at_once = (None if n is None else int(n) for n in (block, at_once))
     starts, positions, said = _stored(dataset, block)
     if at_once is None:
         at_once = _AT_ONCE if said else max(_AT_ONCE, -(-_TOGETHER // (block or _BLOCK)))
@@ -402,14 +416,11 @@ class EpochOrder(SharedOrder):
     """Blocks to shuffle samples within; None: each epoch is a permutation of all samples."""
 
     def __post_init__(self) -> None:
-        for name, lowest in (("length", 0), ("batch_size", 1), ("world_size", 1), ("start", 0)):
-            if getattr(self, name) < lowest:
-                raise OptionsError(f"{name} is {getattr(self, name)!r}; it starts at {lowest}.")
-        if not 0 <= self.rank < self.world_size:
-            raise OptionsError(
-                f"rank is {self.rank!r}; with world_size={self.world_size} it is one of 0 to "
-                f"{self.world_size - 1}."
-            )
+        for name, least in (("length", 0), ("batch_size", 1), ("world_size", 1), ("start", 0)):
+            object.__setattr__(self, name, whole(name, getattr(self, name), least))
+        whole("epoch", self.epoch, 0)
+        check_rank(self.rank, self.world_size)
+        object.__setattr__(self, "seed", checked_seed(self.seed))
         if not (self.drop_last or can_share_evenly(self._left, self.batch_size, self.world_size)):
             raise OptionsError(
                 f"{self._left} samples in batches of at most {self.batch_size} cannot make equally "

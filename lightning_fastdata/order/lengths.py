@@ -15,18 +15,26 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import BatchSampler, Dataset, DistributedSampler, Sampler
 
-from lightning_fastdata.errors import DatasetError, OptionsError
+from lightning_fastdata.errors import (
+    DatasetError,
+    OptionsError,
+    check,
+    checked_seed,
+    is_number,
+)
 from lightning_fastdata.order.epoch_order import (
     Counted,
     Ints,
     Rank,
     SharedOrder,
+    check_rank,
     check_whole,
     dataset_length,
     edges_of,
     epoch_permutation,
     rank_now,
     reordered,
+    whole,
 )
 from lightning_fastdata.types import has_own_order
 
@@ -175,17 +183,20 @@ class BucketBatchSampler(BatchSampler):
         )
         if tokens is None and batch_size is None:
             raise OptionsError("Give BucketBatchSampler tokens=, batch_size=, or both.")
-        if not isinstance(padding, float) or not 0 < padding < 1:
+        if not is_number(padding, above=0) or padding >= 1:
             raise OptionsError(f"padding is {padding!r}; give a share above 0 and below 1.")
-        if cost not in _POWERS:
-            raise OptionsError(f"cost is {cost!r}; allowed are {', '.join(map(repr, _POWERS))}.")
-        if rank is not None and not 0 <= rank < (num_replicas or 0):
-            raise OptionsError(f"rank is {rank!r}; with num_replicas it is one from 0 on below it.")
+        check("drop_last", drop_last, isinstance(drop_last, bool), "True and False")
+        fine = isinstance(cost, str) and cost in _POWERS
+        check("cost", cost, fine, ", ".join(map(repr, _POWERS)))
+        if rank is not None and num_replicas is None:
+            raise OptionsError(f"rank is {rank!r}, and there is no num_replicas. Give both.")
+        if rank is not None:
+            check_rank(rank, num_replicas or 0)
         remedy = "Cut such samples, leave them out, or give more tokens."
         found = checked_lengths(lengths, tokens, remedy)
         self.batch_size = batch_size  # type: ignore[assignment]  # as CountedBatches and planners read it
         self.drop_last, self.tokens = drop_last, tokens
-        buckets = Buckets(found, tokens, batch_size, padding, _POWERS[cost], seed)
+        buckets = Buckets(found, tokens, batch_size, padding, _POWERS[cost], checked_seed(seed))
         given = None if num_replicas is None else Rank(rank or 0, num_replicas)
         plan = BucketOrder(buckets=buckets, drop_last=drop_last)
         self.sampler = BucketShare(plan, together, given)
@@ -427,14 +438,15 @@ def pack(
     Raises:
         DatasetError: ``dataset`` is a :class:`Mixture`, there is no length, lengths do not fit the
             dataset, or, with ``split=False``, a document is longer than a pack.
-        OptionsError: ``tokens`` is below 1.
+        OptionsError: ``tokens``, ``split`` or ``seed`` has an impossible value.
 
     Example:
         >>> packs = pack([[5, 6, 7], [8, 9]], tokens=8, split=False)
         >>> packs[0]["labels"].tolist(), packs[0]["cu_seqlens"].tolist()
         ([-100, 6, 7, -100, 9], [0, 3, 5])
     """
-    check_whole(tokens=tokens)
+    tokens = whole("tokens", tokens)
+    check("split", split, isinstance(split, bool), "True and False")
     if has_own_order(dataset):
         raise DatasetError(
             f"A {type(dataset).__name__} has other samples at each index in each epoch, and what "
@@ -453,7 +465,7 @@ def pack(
     found = checked_lengths(lengths, None if split else tokens, remedy)
     if len(found) != count:
         raise DatasetError(f"lengths has {len(found)} numbers for {count} documents.")
-    return (PackedDataset if split else _WholeDocuments)(dataset, found, tokens, seed)
+    return (PackedDataset if split else _WholeDocuments)(dataset, found, tokens, checked_seed(seed))
 
 
 class PackedDataset(KeepsEpochs, Dataset[Packed]):

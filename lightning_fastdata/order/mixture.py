@@ -18,12 +18,20 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 import numpy as np
 from torch.utils.data import Dataset, IterableDataset
 
-from lightning_fastdata.errors import DatasetError, FastDataWarning, OptionsError, is_whole
+from lightning_fastdata.errors import (
+    DatasetError,
+    FastDataWarning,
+    OptionsError,
+    check,
+    checked_seed,
+    is_whole,
+)
 from lightning_fastdata.order.epoch_order import (
     Counted,
     KeyedPermutation,
     check_whole,
     dataset_length,
+    whole,
 )
 from lightning_fastdata.randomness.seeds import derived_seed
 from lightning_fastdata.torch_internals import unsplit_stream
@@ -76,7 +84,7 @@ class Mixture(Dataset[Any]):
     Raises:
         DatasetError: There is no part, one is empty, or one is no dataset.
         OptionsError: Weights are negative, sum up to 0 or name other parts, a schedule does not
-            begin at 0, or the length of an epoch is not known.
+            begin at 0, the length of an epoch is not known, or another argument is impossible.
 
     Example:
         >>> mixture = Mixture({"a": "xyz", "b": range(4)}, {"a": 1, "b": 3}, shuffle=False)
@@ -97,20 +105,30 @@ class Mixture(Dataset[Any]):
         seed: int = 0,
         shuffle: bool = True,
     ) -> None:
+        if not isinstance(datasets, Mapping):
+            raise DatasetError(
+                f"The parts of a Mixture are a {type(datasets).__name__}. Give them by name: "
+                "Mixture({'name': dataset}, ...)."
+            )
         self.datasets = dict(datasets)
         lengths = {name: _length_of(part, name) for name, part in self.datasets.items()}
         if not lengths:
-            raise DatasetError("A Mixture needs a part at least: Mixture({'name': dataset}, ...).")
+            raise DatasetError(
+                "A Mixture needs at least one part: Mixture({'name': dataset}, ...)."
+            )
         known = [number for number in lengths.values() if number is not None]
-        whole = sum(known) if len(known) == len(lengths) else None
-        check_whole(length=length, samples_a_step=samples_a_step)
-        if whole is None and (length is None or weights is None):
+        total = sum(known) if len(known) == len(lengths) else None
+        check_whole(length=length)
+        check("shuffle", shuffle, isinstance(shuffle, bool), "True and False")
+        if total is None and (length is None or weights is None):
             raise OptionsError(
                 "A part of the Mixture is a stream, which has no length: give weights=, and say by "
                 "length= how many samples an epoch has."
             )
-        self.length = int(length or whole or 0)
-        self.samples_a_step, self.seed, self.shuffle = int(samples_a_step), seed, shuffle
+        self.length = int(length or total or 0)
+        self.samples_a_step = whole("samples_a_step", samples_a_step)
+        self.shuffle = shuffle
+        self.seed = checked_seed(seed)
         self.epoch: int = Counted()
         self._lengths = lengths
         schedule = _schedule(lengths if weights is None else weights)

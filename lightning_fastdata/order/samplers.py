@@ -21,7 +21,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from lightning_fastdata.errors import FastDataWarning, OptionsError
+from lightning_fastdata.errors import FastDataWarning, OptionsError, check, checked_seed
 from lightning_fastdata.order.epoch_order import (
     BlockOrder,
     Blocks,
@@ -32,7 +32,7 @@ from lightning_fastdata.order.epoch_order import (
     Order,
     blocks_of,
     can_share_evenly,
-    check_whole,
+    check_rank,
     cut,
     dataset_length,
     drawn_permutation,
@@ -41,6 +41,7 @@ from lightning_fastdata.order.epoch_order import (
     parts_of,
     rank_now,
     steps_in,
+    whole,
 )
 from lightning_fastdata.order.lengths import BucketBatchSampler, BucketOrder, BucketShare
 from lightning_fastdata.randomness.global_generators import DrawWatch, kept_random_state
@@ -128,7 +129,7 @@ class BlockShuffleSampler(Sampler[int]):
         self.data_source = data_source
         self._cut = block, blocks_at_once
         self._blocks = blocks_of(data_source, *self._cut)
-        self.seed = seed
+        self.seed = checked_seed(seed)
         self.epoch: int = Counted()
 
     @property
@@ -230,7 +231,7 @@ class SharedSampler(DistributedSampler[Any]):
 
     Raises:
         OptionsError: ``rank`` is none of the ranks, ``batch_size`` is no whole number from 1, or
-            ``source`` is split among ranks already.
+            ``source`` cannot be iterated, or is split among ranks already.
     """
 
     def __init__(
@@ -246,20 +247,23 @@ class SharedSampler(DistributedSampler[Any]):
         now = rank_now()
         num_replicas = now.ranks if num_replicas is None else num_replicas
         rank = now.number if rank is None else rank
-        if not 0 <= rank < num_replicas:
-            raise OptionsError(f"rank is {rank!r}; of {num_replicas} it is one from 0.")
-        check_whole(batch_size=batch_size)
+        num_replicas = whole("num_replicas", num_replicas)
+        check_rank(rank, num_replicas)
+        given: Any = source
+        fine = isinstance(given, Iterable) or hasattr(given, "__getitem__")
+        check("source", source, fine, "what can be iterated")
         if split_of(source) is not None:
             raise OptionsError(
                 f"{type(source).__name__} gives the part of one rank, which cannot be shared out "
                 "again. Give the sampler of all samples."
             )
         everything = cast("Any", range(dataset_length(source) or 0))
-        super().__init__(everything, num_replicas, rank, shuffle=False, seed=seed)
+        super().__init__(everything, num_replicas, rank, shuffle=False, seed=checked_seed(seed))
         self.epoch = Counted()
         self.source = source
-        self.batch_size = batch_size
+        self.batch_size = None if batch_size is None else whole("batch_size", batch_size)
         said = getattr(source, "drop_last", False) if drop_last is None else drop_last
+        check("drop_last", drop_last, isinstance(drop_last, bool | None), "True, False and None")
         self.drop_last = bool(said)
 
     def check_loader(self, batch_size: int | None, *, drop_last: bool) -> None:

@@ -401,9 +401,14 @@ def test_impossible_shares_are_refused():
     with pytest.raises(OptionsError, match=r"batch_size=3.*Give both the same"):
         FastDataLoader(range(9), 3, sampler=share)
     sizes = [({"batch_size": size}, "batch_size is .*whole number") for size in (0, 2.5, "4")]
-    for bad, name in (({"rank": 2}, "rank"), *sizes):
+    others = [({name: bad}, f"{name} is {bad!r}") for name, bad in (
+        ("rank", 2), ("rank", 0.5), ("num_replicas", 0), ("num_replicas", "2"), ("seed", 0.5),
+        ("source", 5),
+    )]  # fmt: skip
+    for bad, name in (*others, *sizes):
+        given = {"source": [1], "batch_size": 1, "num_replicas": 2, "rank": 0, **bad}
         with pytest.raises(OptionsError, match=name):
-            SharedSampler([1], **{"batch_size": 1, "num_replicas": 2, "rank": 0, **bad})
+            SharedSampler(**given)
 
 
 # -- going on --------------------------------------------------------------------------------------

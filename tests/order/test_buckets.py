@@ -275,7 +275,12 @@ def test_a_training_takes_every_sample_once_on_another_number_of_ranks(
         ({"cost": "cubic"}, OptionsError, "cost is 'cubic'"),
         ({"together": -1}, OptionsError, "together is -1"),
         ({"num_replicas": 2, "rank": 2}, OptionsError, "rank is 2"),
-        ({"rank": 0}, OptionsError, "rank is 0"),
+        ({"num_replicas": 2, "rank": 0.5}, OptionsError, "rank is 0.5; give a whole number"),
+        ({"rank": 0}, OptionsError, "rank is 0, and there is no num_replicas"),
+        ({"padding": "0.1"}, OptionsError, "padding is '0.1'"),
+        ({"cost": ["linear"]}, OptionsError, "cost is .*linear"),
+        ({"seed": 0.5}, OptionsError, "seed is 0.5"),
+        ({"drop_last": "no"}, OptionsError, "drop_last is 'no'"),
         ({"lengths": SequentialSampler(range(3))}, OptionsError, "batch sampler of a prediction"),
     ],
 )

@@ -390,7 +390,8 @@ TWO = {"a": range(3), "b": range(4)}
 @each(
     ("arguments", "names"),
     [
-        (({},), "a part at least"),
+        (({},), "at least one part"),
+        (([range(3)],), "parts of a Mixture are a list. Give them by name"),
         (({"a": []},), "'a'.*empty"),
         (({"a": 3},), "'a'.*int"),
         ((TWO, {"a": 0, "b": 0}), "sum up"),
@@ -413,6 +414,12 @@ def test_what_makes_no_mixture_is_refused(arguments, names):
 def test_a_length_and_a_shuffle_that_do_not_fit_are_refused():
     with pytest.raises(OptionsError, match="length is 0"):
         Mixture(TWO, length=0)
+    with pytest.raises(OptionsError, match=r"seed is 0\.5"):
+        Mixture(TWO, seed=0.5)
+    with pytest.raises(OptionsError, match="shuffle is 'blocks'"):
+        Mixture(TWO, shuffle="blocks")
+    with pytest.raises(OptionsError, match="samples_a_step is None"):
+        Mixture(TWO, samples_a_step=None)
     with pytest.raises(OptionsError, match="order of its own"):
         FastDataLoader(Mixture(TWO), 2, shuffle=True)
     with pytest.raises(IndexError, match="no sample 7"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from ragged import stopped_epoch
 from thoroughness import max_examples
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
 
-from lightning_fastdata import BucketBatchSampler, FastDataLoader
+from lightning_fastdata import BucketBatchSampler, FastDataLoader, Mixture, pack
 from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.order.epoch_order import EpochOrder, can_share_evenly
 from lightning_fastdata.order.samplers import (
@@ -79,10 +80,31 @@ def test_order_is_that_of_the_shuffle_sampler_and_changes_with_the_epoch() -> No
     assert list(sampler) != next(other.batches()).tolist()
 
 
-@pytest.mark.parametrize("bad", [{"batch_size": 0}, {"rank": 2}, {"start": -1}, {"length": -1}])
+@each("bad", [
+    {"batch_size": 0}, {"rank": 2}, {"start": -1}, {"length": -1}, {"epoch": -1},
+    {"length": 5.0}, {"batch_size": "2"}, {"batch_size": True}, {"rank": 0.5}, {"seed": 0.5},
+])  # fmt: skip
 def test_impossible_plans_are_refused(bad) -> None:
-    with pytest.raises(OptionsError, match=next(iter(bad))):
+    [(name, value)] = bad.items()
+    with pytest.raises(OptionsError, match=f"{name} is {value!r}"):
         EpochOrder(**{"length": 5, "batch_size": 2, "world_size": 2, **bad})
+
+
+@each("kind", [np.int8, np.uint8, np.int64])
+def test_whole_numbers_of_numpy_make_the_order_of_pythons(kind) -> None:
+    def order(seed, whole, share) -> list[Any]:
+        how = EpochOrder(length=whole(9), batch_size=whole(9), seed=seed, epoch=whole(2))
+        blocks = BlockShuffleSampler(range(9), whole(2), blocks_at_once=whole(2), seed=seed)
+        mixture = Mixture({"a": range(9)}, seed=seed)
+        part = SharedSampler(range(9), batch_size=whole(3), num_replicas=whole(2), rank=whole(1))
+        buckets = BucketBatchSampler([1] * 9, tokens=whole(3), padding=share(0.1), seed=seed)
+        packs = pack([[row] for row in range(9)], tokens=whole(9), seed=seed)
+        return [
+            *how.batch(0).tolist(), *blocks, *part, *(mixture[at] for at in range(9)), *buckets,
+            packs[0]["input_ids"].tolist(),
+        ]  # fmt: skip
+
+    assert order(kind(3), np.int64, np.float32) == order(3, int, float)
 
 
 def test_a_generator_of_the_user_is_left_as_by_torch_also_by_an_epoch_that_is_abandoned() -> None:

@@ -209,6 +209,9 @@ def test_documents_in_torchs_own_loader_and_as_plain_rows() -> None:
     [
         ([[1] * 9], {"split": False}, DatasetError, "Sample 0 has the length 9, above tokens=8"),
         ([[1]], {"tokens": 0}, OptionsError, "tokens is 0"),
+        ([[1]], {"seed": 0.5}, OptionsError, "seed is 0.5"),
+        ([[1]], {"tokens": None}, OptionsError, "tokens is None"),
+        ([[1]], {"split": "no"}, OptionsError, "split is 'no'"),
         ([[1]], {"lengths": [1, 2]}, DatasetError, "lengths has 2 numbers for 1 documents"),
         ([[1]], {"lengths": [-1]}, DatasetError, r"lengths\[0\] is -1"),
         (iter([[1]]), {}, DatasetError, "has no length"),
