@@ -38,7 +38,14 @@ from lightning_fastdata.augment.stage_transform import (
     table,
 )
 from lightning_fastdata.augment.transform import BatchTransform, as_batch_transform
-from lightning_fastdata.errors import BatchError, OptionsError, TransformError
+from lightning_fastdata.errors import (
+    BatchError,
+    OptionsError,
+    TransformError,
+    check,
+    is_number,
+    is_whole,
+)
 from lightning_fastdata.tree import children
 from lightning_fastdata.types import Batch, SampleKey
 
@@ -73,10 +80,10 @@ class _Mix:
     p: float = 1.0
 
     def __post_init__(self) -> None:
-        if not 0 < self.alpha < float("inf"):
-            raise OptionsError(f"alpha is {self.alpha}; give a positive number.")
-        if not 0 <= self.p <= 1:
-            raise OptionsError(f"p is {self.p}; give a probability from 0 to 1.")
+        if not is_number(self.alpha, above=0) or self.alpha == float("inf"):
+            raise OptionsError(f"alpha is {self.alpha!r}; give a positive number.")
+        if not is_number(self.p) or not 0 <= self.p <= 1:
+            raise OptionsError(f"p is {self.p!r}; give a probability from 0 to 1.")
 
 
 @dataclass(frozen=True)
@@ -398,6 +405,8 @@ def mixed(
                 f"{pipeline.name} comes before what mixes, and only a pipeline of Albumentations "
                 "or torchvision v2 can. Register a callable by itself, behind the mixing."
             )
+    fine = num_classes is None or is_whole(num_classes, 1)
+    check("num_classes", num_classes, fine, "None and whole numbers from 1")
     mixes = tuple(step for step in rest if isinstance(step, MixStep))
     wrong = [step for step in rest if not isinstance(step, MixStep)]
     if wrong or not rest:

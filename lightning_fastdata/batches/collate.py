@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from copy import copy
 from dataclasses import fields, is_dataclass
 from functools import partial
@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import default_collate
 
 from lightning_fastdata.batches.memory import LateStack, is_plain
-from lightning_fastdata.errors import BatchError
+from lightning_fastdata.errors import BatchError, check
 from lightning_fastdata.torch_internals import collate, collate_tensor_fn, default_collate_fn_map
 from lightning_fastdata.tree import children, is_named_tuple, leaves
 
@@ -68,9 +68,15 @@ class ListsOf:
 
     Args:
         fields: keys or positions, from 0, in the samples, which are mappings, tuples or lists.
+
+    Raises:
+        OptionsError: A field is neither, as a list of fields is.
     """
 
     def __init__(self, *fields: str | int) -> None:
+        for name in fields:
+            allowed = "keys and positions in samples, each an argument: ListsOf('boxes', 'labels')"
+            check("A field of ListsOf", name, isinstance(name, Hashable), allowed)
         self.fields = fields
 
     def __call__(self, samples: Sequence[Any]) -> Batch:
@@ -241,6 +247,13 @@ def advice(samples: Sequence[object]) -> str:
         found = _stranger(sample, "")
         if found is not None:
             return f"In sample {number} of them: {_about_stranger(*found)}"
+    try:
+        _collate_but_notes(samples[:1], _collate)
+    except Exception:  # whatever torch raises: the size of others is not what hinders it
+        return (
+            "Sample 0 of them makes no batch alone either. Return tensors, arrays or numbers that "
+            "torch can stack, or pass a collate_fn."
+        )
     if isinstance(samples[0], Mapping):
         keys = list(dict.fromkeys(str(list(s)) for s in samples if isinstance(s, Mapping)))
         if len(keys) > 1:

@@ -19,7 +19,7 @@ from lightning_fastdata.batches.keyed import fetches_in_batches
 from lightning_fastdata.batches.memory import is_plain, mapped, same_batch
 from lightning_fastdata.caches.cached import CachedDataset
 from lightning_fastdata.caches.sample_file import column_of
-from lightning_fastdata.errors import DatasetError
+from lightning_fastdata.errors import DatasetError, is_whole
 from lightning_fastdata.fingerprint import file_under
 from lightning_fastdata.host.memory import read_host_memory
 from lightning_fastdata.order.epoch_order import dataset_length
@@ -123,7 +123,8 @@ class TokenWindows(Dataset[torch.Tensor]):
         dtype: Type of the windows, ``torch.int64`` by default, which embeddings and losses take.
 
     Raises:
-        DatasetError: The tokens are not one row of whole numbers, or length or stride is below 1.
+        DatasetError: The tokens are not one row of whole numbers, or length or stride is no whole
+            number from 1.
 
     Example:
         >>> TokenWindows(np.arange(10, dtype=np.uint16), 4, stride=3)[1]
@@ -140,19 +141,20 @@ class TokenWindows(Dataset[torch.Tensor]):
     ) -> None:
         stride = length if stride is None else stride
         for name, value in (("length", length), ("stride", stride)):
-            if value < 1:
-                raise DatasetError(f"{name} of TokenWindows is {value!r}; it starts at 1.")
+            if not is_whole(value, 1):
+                raise DatasetError(
+                    f"{name} of TokenWindows is {value!r}; give a whole number, at least 1."
+                )
         _check_column("The row of tokens", tokens)
         if tokens.ndim != 1 or not _is_whole(torch.as_tensor(tokens[:0]).dtype):
             raise DatasetError(
                 f"TokenWindows needs one row of whole numbers; got {tokens.dtype} "
                 f"{list(tokens.shape)}."
             )
-        if not _is_whole(dtype):
+        if not isinstance(dtype, torch.dtype) or not _is_whole(dtype):
             raise DatasetError(f"dtype of TokenWindows is {dtype}; give one of whole numbers.")
         self.tokens = tokens
-        self.length = length
-        self.stride = stride
+        self.length, self.stride = int(length), int(stride)
         self.dtype = dtype
 
     def __len__(self) -> int:

@@ -48,7 +48,7 @@ class PackedStrings(Sequence[str]):
         strings: What to pack; any ``str``, also paths that are not valid UTF-8.
 
     Raises:
-        TypeError: Something is not a ``str``; call ``os.fspath`` on paths.
+        TypeError: Something is not a ``str`` (call ``os.fspath`` on paths), or all of it is one.
 
     Example:
         >>> paths = PackedStrings(["a.jpg", "b.jpg", "c.jpg"])
@@ -60,6 +60,8 @@ class PackedStrings(Sequence[str]):
     __hash__ = None  # type: ignore[assignment]  # equal to a list, which has none either
 
     def __init__(self, strings: Iterable[str] = ()) -> None:
+        if isinstance(strings, str):  # its letters would be packed
+            raise TypeError(f"{strings!r} is one str; give a list of them.")
         encoded = [_encoded(string) for string in strings]
         self._bytes = b"".join(encoded)
         self._ends = _ends([len(string) for string in encoded])

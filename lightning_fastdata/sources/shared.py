@@ -94,8 +94,12 @@ def share(dataset: T) -> T:
         The dataset itself; for a list or dict, the object that takes its place.
 
     Raises:
-        DatasetError: A list or dict was given, and holds something that cannot be shared.
+        DatasetError: A list or dict was given, and holds something that cannot be shared; or the
+            class of a dataset was given.
     """
+    if isinstance(dataset, type):
+        name = dataset.__name__
+        raise DatasetError(f"share() got the class {name}. Make one of it: share({name}(...)).")
     if isinstance(dataset, _Shared):
         return dataset
     writer, place = _Writer(), {"dataset": dataset}
@@ -109,9 +113,9 @@ def share(dataset: T) -> T:
     said = f"Not shared, and left as it is: {'; '.join(writer.left)}." if writer.left else ""
     if not said and not any(isinstance(each, _Shared) for each in now):
         said = (
-            f"Nothing of this {type(dataset).__name__} is shared: it holds no list or dict of more "
-            f"than {_FEW} elements in an attribute, other than of __slots__. Call share() when it "
-            "is complete."
+            f"Nothing of this {type(dataset).__name__} is shared: none of its attributes is a list "
+            f"or dict of more than {_FEW} elements (those in __slots__ are not looked at). Call "
+            "share() when it is complete."
         )
     if said:
         warnings.warn(said, FastDataWarning, stacklevel=2)

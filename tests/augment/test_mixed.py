@@ -102,6 +102,12 @@ def test_workers_and_places_change_nothing(make, step, way):
         assert all(torch.equal(one[name], want[name]) for name in names)
 
 
+@each("classes", [0, -1, 2.5, "10"])
+def test_a_number_of_classes_that_is_none_is_refused(classes):
+    with pytest.raises(OptionsError, match=f"num_classes is {classes!r}"):
+        mixed(PIPELINE, MixUp(), num_classes=classes)
+
+
 def test_mixing_needs_batches():
     transform = mixed(PIPELINE, MixUp(), num_classes=CLASSES)
     with pytest.raises(OptionsError, match="batch_size"):

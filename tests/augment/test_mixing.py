@@ -114,6 +114,8 @@ def test_the_numbers_of_a_sample_belong_to_its_key_alone(step):
         lambda: MixUp(0),
         lambda: MixUp(1.0, p=1.5),
         lambda: CutMix(-1),
+        lambda: CutMix("1"),
+        lambda: MixUp(1.0, p=None),
     ],
 )
 def test_impossible_values_are_refused_where_they_are_written(make):

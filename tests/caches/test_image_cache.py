@@ -12,6 +12,7 @@ import pytest
 import torch
 from PIL import Image
 from torch.utils.data import DataLoader, Subset
+from torchvision.datasets import ImageFolder
 
 import lightning_fastdata as ld
 from lightning_fastdata.caches.cached import cache_of
@@ -110,6 +111,8 @@ def test_a_cache_belongs_to_the_files_and_the_side_alone(root, tmp_path):
 
 
 def test_impossible_options_are_refused(root):
+    with pytest.raises(OptionsError, match="of a FastImageFolder, and this is a ImageFolder"):
+        cache_images(ImageFolder(root))
     with pytest.raises(OptionsError, match=r"shorter_side is 0; .* from 1"):
         folder_of(root, shorter_side=0)
     with pytest.raises(OptionsError, match=r"shorter_side is 32; .* from 37"):

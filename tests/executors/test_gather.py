@@ -421,6 +421,10 @@ def test_columns_that_cannot_be_a_dataset_are_refused_by_name() -> None:
         TokenWindows(np.arange(4), 2, dtype=torch.bfloat16)
     with pytest.raises(DatasetError, match="stride of TokenWindows is 0"):
         TokenWindows(np.arange(4), 2, stride=0)
+    with pytest.raises(DatasetError, match=r"length of TokenWindows is 2\.5; give a whole number"):
+        TokenWindows(np.arange(4), 2.5)
+    with pytest.raises(DatasetError, match="dtype of TokenWindows is int64"):
+        TokenWindows(np.arange(4), 2, dtype="int64")
 
 
 @given(tokens=st.integers(0, 30), length=st.integers(1, 8), stride=st.integers(1, 9))

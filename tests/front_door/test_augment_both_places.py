@@ -21,7 +21,7 @@ from trainers import trained
 
 from lightning_fastdata import FastDataModule, LoaderOptions, as_batch_transform
 from lightning_fastdata.data import ListsOf
-from lightning_fastdata.errors import BatchError, FastDataWarning
+from lightning_fastdata.errors import BatchError, FastDataWarning, OptionsError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -269,6 +269,8 @@ def test_lists_are_kept_by_the_places_of_fields_in_tuples_too():
     assert labels == [[1], []]
     with pytest.raises(BatchError, match="no field 2"):
         ListsOf(2)([(torch.zeros(2), [1])])
+    with pytest.raises(OptionsError, match=r"field of ListsOf is \['boxes'\]"):
+        ListsOf(["boxes"])
 
 
 def beside(make: Callable[[torch.Tensor], Any]) -> Callable[[list[Any]], dict[str, Any]]:

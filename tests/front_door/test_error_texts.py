@@ -152,6 +152,8 @@ LATER = {
     ),
     "other keys": (lambda i: {"a": 1} if i % 2 else {"a": 1, "b": 2}, "Keys found: .*same keys"),
     "other lengths": (lambda i: [1] * (i + 1), "lists and sequences: padding"),
+    "no order of bytes": (np.zeros(2, ">i4"), "byte order.* Sample 0 of them makes no batch alone"),
+    "sparse": (torch.eye(2).to_sparse(), "sparse.* Sample 0 of them makes no batch alone"),
     "other sizes": (lambda i: torch.zeros(i + 1), r"Shapes found: \(.*one size"),
 }
 

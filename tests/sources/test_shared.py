@@ -407,6 +407,8 @@ def test_what_was_shared_is_shared_again_and_what_cannot_be_is_named(usual_recur
     deep: list = []
     for _ in range(600):
         deep = [deep]
+    with pytest.raises(DatasetError, match=r"class Photos\. Make one of it: share\(Photos\("):
+        share(Photos)
     for cannot in (np.zeros(1, [("a", "i4")])[0], np.array([None]), deep):
         with pytest.raises(DatasetError, match="Nothing is shared"):
             share([cannot] * 2)

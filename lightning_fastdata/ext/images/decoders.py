@@ -25,6 +25,7 @@ import ctypes
 import functools
 import importlib.util
 import io
+import operator
 import os
 import stat
 import struct
@@ -41,7 +42,7 @@ from typing import TYPE_CHECKING, ClassVar, Final, Literal, NamedTuple, TypeAlia
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_fastdata.errors import DatasetError, FastDataWarning, OptionsError, require
+from lightning_fastdata.errors import DatasetError, FastDataWarning, OptionsError, check, require
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -708,8 +709,8 @@ def decode_crop(
         decoder: As for :class:`~lightning_fastdata.FastImageFolder`; Pillow decodes no parts.
 
     Raises:
-        OptionsError: If the data is no buffer of bytes, or the box is empty or reaches beyond the
-            picture.
+        OptionsError: If the data is no buffer of bytes, or the box is empty, reaches beyond the
+            picture, or is no four whole numbers.
         MissingPackageError: If Pillow is not installed (``lightning-fastdata[images]``).
         DatasetError: If the data is damaged where it was read, or no image.
 
@@ -725,11 +726,16 @@ def decode_crop(
             "the record of a source."
         ) from error
     image = _with_header("in memory", encoded, choose_decoder(decoder), MAX_PIXELS)
-    top, left, height, width = (int(side) for side in box)
+    try:
+        top, left, height, width = whole = tuple(map(int, box))
+        fine = all(map(operator.eq, whole, box))
+    except (TypeError, ValueError, OverflowError):
+        fine = False
+    check("box", box, fine, "(top, left, height, width), whole numbers of pixels")
     inside = top >= 0 and left >= 0 and height > 0 and width > 0
     if not inside or top + height > image.height or left + width > image.width:
         raise OptionsError(
-            f"The box (top, left, height, width) = {tuple(box)} is not within the picture of "
+            f"The box (top, left, height, width) = {whole} is not within the picture of "
             f"{image.height} x {image.width} pixels (height x width)."
         )
     return image.decode_part(Box(top, left, height, width))

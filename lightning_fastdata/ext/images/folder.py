@@ -370,12 +370,17 @@ def cache_images(
         key: As for :class:`CachedDataset`.
 
     Raises:
-        OptionsError: An argument has an impossible value.
+        OptionsError: An argument has an impossible value, or ``dataset`` is no FastImageFolder.
 
     Example:
         >>> photos = FastImageFolder("photos", size=224, shorter_side=256)  # doctest: +SKIP
         >>> FastDataLoader(cache_images(photos), 64, shuffle=True)  # doctest: +SKIP
     """
+    if not isinstance(dataset, FastImageFolder):
+        raise OptionsError(
+            f"cache_images() keeps the pictures of a FastImageFolder, and this is a "
+            f"{type(dataset).__name__}. CachedDataset() keeps the samples of any dataset."
+        )
     pictures = _Pictures(dataset.files, dataset.shorter_side)
     twin = copy.copy(dataset)
     twin.pictures, twin._whole = ImageCache(pictures, folder, max_bytes, key), None

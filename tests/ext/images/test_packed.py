@@ -108,9 +108,9 @@ def test_a_forked_reader_copies_no_memory_as_it_does_of_a_list():
     assert copied_kib(read_all(packed)) < of_a_list / 3
 
 
-@each("wrong", [[b"bytes"], [Path("a")], ["a", None]])
-def test_only_strings_are_packed(wrong):
-    with pytest.raises(TypeError, match="not a str"):
+@each("wrong", [[b"bytes"], [Path("a")], ["a", None], "photo.jpg"])
+def test_only_lists_of_strings_are_packed(wrong):
+    with pytest.raises(TypeError, match=r"not a str|is one str; give a list"):
         PackedStrings(wrong)
 
 

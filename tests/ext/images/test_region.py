@@ -108,6 +108,12 @@ def test_a_box_that_is_not_within_the_picture_is_named(jpegs, box):
         decode_crop(jpegs["420"], box)
 
 
+@each("box", [None, (0, 0, 5), (0, 0, 1.5, 5), ("0", 0, 5, 5), (float("nan"), 0, 5, 5)])
+def test_what_is_no_box_is_named(jpegs, box):
+    with pytest.raises(OptionsError, match=r"^box is .*\(top, left, height, width\)"):
+        decode_crop(jpegs["420"], box)
+
+
 @needs_library
 def test_epochs_have_the_same_samples_with_and_without_the_library(folder, monkeypatch):
     def samples():
