@@ -16,7 +16,7 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias, TypeVar
 import numpy as np
 import torch
 
-from lightning_fastdata.errors import BatchError, FastDataWarning
+from lightning_fastdata.errors import BatchError, FastDataWarning, check
 from lightning_fastdata.tree import (
     Path,
     PilImage,
@@ -59,12 +59,21 @@ class Fields:
     stays: tuple[int | str, ...] = ()
     """Keys or indices of fields that are left as they are, though the image beside them moves."""
 
+    def __post_init__(self) -> None:
+        for name, place in (("image", self.image), ("mask", self.mask)):
+            fine = isinstance(place, str | int | None)
+            check(name, place, fine, "None, a key of the samples and a position in them")
+        for place in self.stays:
+            fine = isinstance(place, str | int)
+            check("stays", place, fine, "keys of the samples and positions in them")
+
 
 def listed(value: _Entry | Sequence[_Entry] | None) -> tuple[_Entry, ...]:
     """Return a tuple of the keys or numbers given: one, a sequence of several, or None."""
     if value is None:
         return ()
-    return (value,) if isinstance(value, int | str) else tuple(value)
+    several = isinstance(value, Iterable) and not isinstance(value, str)
+    return tuple(value) if several else (value,)  # type: ignore[return-value,arg-type]
 
 
 class UnsureError(BatchError):

@@ -53,7 +53,14 @@ from lightning_fastdata.augment.stage_transform import (
     plain_tensors,
     table,
 )
-from lightning_fastdata.errors import BatchError, FastDataWarning, OptionsError, TransformError
+from lightning_fastdata.errors import (
+    BatchError,
+    FastDataWarning,
+    OptionsError,
+    TransformError,
+    check,
+    is_whole,
+)
 from lightning_fastdata.fingerprint import Fingerprint, fingerprint
 from lightning_fastdata.randomness.seeds import derived_seed, lasting
 from lightning_fastdata.tree import (
@@ -210,7 +217,10 @@ class BatchTransform(PipelineTransform):
         Raises:
             BatchError: there are no such images.
             TransformError: the pipeline transforms boxes or keypoints.
+            OptionsError: ``key`` is no :class:`SampleKey` of whole numbers.
         """
+        fine = key is None or (isinstance(key, SampleKey) and all(map(is_whole, key)))
+        check("key", key, fine, "None and a SampleKey(seed, epoch, index) of whole numbers")
         self.follow()
         bare = isinstance(images, torch.Tensor)
         if masks is not None and not bare:
@@ -394,7 +404,13 @@ class BatchTransform(PipelineTransform):
         Args:
             size: height and width of images that are collated already; None: images of a dataset,
                 which may differ in size until an operation makes them one size.
+
+        Raises:
+            OptionsError: ``size`` is something else.
         """
+        pair = isinstance(size, tuple | list) and len(size) == 2
+        fine = size is None or (pair and all(is_whole(side, 1) for side in size))
+        check("size", size, fine, "None and (height, width), whole numbers from 1")
         plan = self.plan if size is None else self._plan_for(self.compose, size=size)
         rows = table(plan.placements)
         reason = refusal() if size is None else None

@@ -15,8 +15,8 @@ from misses import each
 from PIL import Image
 from torch.utils.data import default_collate
 
-from lightning_fastdata.augment.transform import as_batch_transform
-from lightning_fastdata.errors import BatchError
+from lightning_fastdata.augment.transform import BatchTransform, as_batch_transform
+from lightning_fastdata.errors import BatchError, OptionsError
 from lightning_fastdata.types import SampleKey
 
 torch.set_num_threads(1)
@@ -231,6 +231,25 @@ def test_the_users_pipeline_is_never_changed() -> None:
     on_device(as_batch_transform(compose), samples(1))
     assert "apply_with_params" not in vars(flip)
     assert flip.random_generator.bit_generator.state == before
+
+
+@each("place", [1.5, ["image"], None])
+def test_what_is_no_place_of_a_field_is_refused(place) -> None:
+    for name in ("image", "mask"):
+        if place is not None:
+            with pytest.raises(OptionsError, match=f"{name} is .*a key of the samples"):
+                as_batch_transform(pipeline(A.HorizontalFlip()).compose, **{name: place})
+    with pytest.raises(OptionsError, match="stays is "):
+        as_batch_transform(pipeline(A.HorizontalFlip()).compose, stays=[place])
+
+
+@each("key", [5, (0, 1, 2), SampleKey(0, 1, 2.5), SampleKey(None, 0, 0)])
+def test_what_is_no_key_or_no_size_is_refused_before_anything_is_drawn(key) -> None:
+    transform = BatchTransform.from_albumentations(A.Compose([A.HorizontalFlip()]))
+    with pytest.raises(OptionsError, match=r"^key is "):
+        transform(torch.zeros(2, 3, 8, 8, dtype=torch.uint8), key=key)
+    with pytest.raises(OptionsError, match=r"^size is 224"):
+        transform.explain(size=224)
 
 
 def test_a_normalised_foreign_batch_is_refused() -> None:
