@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Literal
 
 from torch.utils.data import DataLoader
 
-from lightning_fastdata.device.backend import default_type, device_of, is_there
+from lightning_fastdata.device.backend import default_type, device_of
 from lightning_fastdata.device.prefetch import Prefetched
-from lightning_fastdata.errors import OptionsError, check
+from lightning_fastdata.errors import OptionsError
 from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.host.machine import describe_machine, read_versions
 from lightning_fastdata.insight.finding import LoaderFacts, class_of_settings, read_loader
@@ -55,15 +55,7 @@ class StepTimer:
     """
 
     def __init__(self, device: torch.device | str | int | None = None) -> None:
-        if device is None:
-            device = default_type()
-        try:
-            self.device = device_of(device)
-        except (RuntimeError, TypeError) as error:
-            raise OptionsError(
-                f"device={device!r} is no device: {error}. Pass 'cpu', 'cuda' or a torch.device."
-            ) from error
-        check("device", device, is_there(self.device), "'cpu' and the accelerators of this machine")
+        self.device = device_of(default_type() if device is None else device)
         self._stages: dict[Stage, LoopStage] = {}
         self._reading: dict[Stage, object] = {}
         """Stage -> token of the newest iteration of one of its loaders."""

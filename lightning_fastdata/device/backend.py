@@ -16,6 +16,8 @@ from typing import Any, Final, TypeAlias
 
 import torch
 
+from lightning_fastdata.errors import OptionsError, check
+
 _STREAMS: Final = ("Stream", "Event", "stream", "current_stream")
 _WITHOUT_PAGE_LOCKS: Final = ("cpu", "meta", "mps", "xla")
 """Types of devices that share the memory of the host, or do not read page-locked memory."""
@@ -60,12 +62,20 @@ def device_of(named: torch.device | str | int) -> torch.device:
     """Return a device by its name, or an accelerator by its index.
 
     Raises:
-        RuntimeError: There is no such type of device.
+        OptionsError: It is no device, or this machine does not have it.
     """
-    if not isinstance(named, int):
-        return torch.device(named)
     kind = default_type()
-    return torch.device("cuda" if kind == "cpu" else kind, named)
+    try:
+        if isinstance(named, int):
+            device = torch.device("cuda" if kind == "cpu" else kind, named)
+        else:
+            device = torch.device(named)
+    except (RuntimeError, TypeError) as error:
+        raise OptionsError(
+            f"device={named!r} is no device: {error}. Pass 'cpu', 'cuda' or a torch.device."
+        ) from error
+    check("device", named, is_there(device), "'cpu' and the accelerators of this machine")
+    return device
 
 
 def is_there(device: torch.device) -> bool:

@@ -80,6 +80,8 @@ def prefetch(
         without it epochs are counted from 0.
 
     Raises:
+        OptionsError: ``device`` is no device, or this machine does not have it; ``loader`` cannot
+            be iterated.
         TransformError: ``transform`` cannot transform a batch.
 
     Example:

@@ -369,3 +369,7 @@ def test_bad_arguments_are_refused():
         prefetch(3, "cpu")
     with pytest.raises(TransformError):
         prefetch([], "cpu", "flip")
+    with pytest.raises(OptionsError, match="device='gpu' is no device"):
+        prefetch([], "gpu")
+    with pytest.raises(OptionsError, match="device is 'cuda:77'"):
+        prefetch([], "cuda:77")
