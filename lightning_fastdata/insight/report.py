@@ -125,7 +125,7 @@ class RunReport:
         ``report.json``.
 
         Raises:
-            OptionsError: The path is empty, or that of something else: a device, say.
+            OptionsError: The path is empty, an address, or that of something else: a device, say.
         """
         text = json.dumps(self.as_dict(), indent=2, allow_nan=False)
         return write_atomically(report_file(path, ".json"), text)
@@ -189,9 +189,10 @@ def report_file(path: str | os.PathLike[str], suffix: str) -> Path:
     """Return the file that the path of a report means: in a folder, ``report`` with the suffix.
 
     Raises:
-        OptionsError: The path is empty.
+        OptionsError: The path is empty, or an address.
     """
-    check("The path of a report", path, bool(os.fspath(path)), "paths of a file or a folder")
+    fine = bool(os.fspath(path)) and "://" not in os.fspath(path)
+    check("The path of a report", path, fine, "paths of a file or a folder of this machine")
     file = Path(path)
     return file / f"report{suffix}" if file.is_dir() else file
 

@@ -153,6 +153,8 @@ def test_what_is_no_file_is_refused_as_a_report_and_never_replaced(tmp_path, nam
     for write in (callback.report.write_json, callback.report.write_html):
         with pytest.raises(OptionsError, match="file"):
             write(path)
+        with pytest.raises(OptionsError, match=r"s3://bucket/x.json'; .* of this machine"):
+            write("s3://bucket/x.json")
     with pytest.raises(OptionsError, match="file"):
         DataThroughputCallback(report=path)
     assert there() == before
