@@ -91,7 +91,7 @@ def check_folder(folder: object, words: Sequence[str] = _WORDS) -> None:
 
 
 def _is_nearly_a_word(text: str) -> bool:
-    text, words = text.casefold(), ("auto", *_WORDS)
+    text, words = text.strip().casefold(), ("auto", *_WORDS)
     mixed_up = sorted(text) in map(sorted, words)
     alike = mixed_up or difflib.get_close_matches(text, words, cutoff=_ALIKE)
     return text.isalpha() and bool(alike)
@@ -112,7 +112,11 @@ def cache_root(folder: CacheFolder) -> Path:
         raise OptionsError(
             f"There is no place for a cache: {error} Set LIGHTNING_FASTDATA_CACHE to a folder."
         ) from error
-    check_folder(root)  # the folder that the environment names may be an address, too
+    if _ADDRESS.match(os.fsdecode(root)):  # the environment may name one
+        raise OptionsError(
+            f"The place of a cache is {str(root)!r}, as LIGHTNING_FASTDATA_CACHE says. Set it to a "
+            "folder of this machine."
+        )
     return root
 
 

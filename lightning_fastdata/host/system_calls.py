@@ -152,7 +152,7 @@ def cache_folder() -> Path:
     """
     own = os.environ.get("LIGHTNING_FASTDATA_CACHE")
     if own:
-        return Path(own)
+        return Path(own).expanduser()  # a file of settings has no shell that does it
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning_fastdata"
 
 

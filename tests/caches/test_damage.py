@@ -368,7 +368,7 @@ def test_no_other_user_can_open_the_folder(tmp_path, owner):
 
 
 NO_PLACES = ["s3://bucket/x", "gs://b", "file:///tmp/x", "hf://datasets/x", Path("s3://bucket/x")]
-NO_PLACES += ["", "atuo", "Auto", "disc", "DISK", "dsik", "rma", "RAM", True, 3, ["disk"]]
+NO_PLACES += ["", "atuo", "Auto", "disc", "DISK", "dsik", "rma", "RAM", "ram ", True, 3, ["disk"]]
 MAKERS = [
     lambda folder: CachedDataset(Rows(), folder),
     lambda folder: FastDataModule.from_datasets(Rows(), cache=folder),
@@ -394,7 +394,9 @@ def test_folders_of_other_names_are_used(tmp_path, monkeypatch, folder):
 def test_an_address_in_the_environment_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("LIGHTNING_FASTDATA_CACHE", "s3://bucket/x")
-    with pytest.raises(OptionsError, match=r"The place of a cache is .*s3:"):
+    with pytest.raises(
+        OptionsError, match=r"The place of a cache is .*s3:.* LIGHTNING_FASTDATA_CACHE"
+    ):
         CachedDataset(Rows(), "disk")
 
 

@@ -114,6 +114,9 @@ def test_a_folder_whose_manifest_is_not_ours_is_left_alone(manifest, tmp_path):
 
 def test_caches_are_where_the_environment_says(monkeypatch, tmp_path):
     assert str(cache_folder()) == os.environ["LIGHTNING_FASTDATA_CACHE"]
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("LIGHTNING_FASTDATA_CACHE", "~/own")  # as a file of settings has it
+    assert cache_folder() == tmp_path / "own"
     monkeypatch.delenv("LIGHTNING_FASTDATA_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache_folder() == tmp_path / "lightning_fastdata"
