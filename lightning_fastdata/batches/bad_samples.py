@@ -24,7 +24,13 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias
 from torch.utils.data import Dataset, IterableDataset, MapDataPipe, SubsetRandomSampler
 
 from lightning_fastdata.batches.keyed import own_dataset
-from lightning_fastdata.errors import DatasetError, FastDataWarning, OptionsError, printable
+from lightning_fastdata.errors import (
+    DatasetError,
+    FastDataWarning,
+    OptionsError,
+    is_number,
+    printable,
+)
 from lightning_fastdata.host import clock
 from lightning_fastdata.host.system_calls import append_privately
 from lightning_fastdata.order.epoch_order import dataset_length
@@ -81,8 +87,7 @@ class BadSamples:
             known = ", ".join(map(repr, POLICIES))
             raise OptionsError(f"on_bad_sample is {self.policy!r}; allowed are {known}.")
         share = self.budget_share
-        number = isinstance(share, int | float) and not isinstance(share, bool)
-        if not (number and 0 <= share <= 1):
+        if isinstance(share, bool) or not is_number(share) or not 0 <= share <= 1:
             raise OptionsError(f"budget_share is {share!r}; allowed are shares from 0 to 1.")
         if not isinstance(self.quarantine_file, str | os.PathLike | None) or (
             self.quarantine_file == ""

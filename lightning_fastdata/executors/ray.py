@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from lightning_fastdata.errors import OptionsError
+from lightning_fastdata.errors import OptionsError, is_number
 
 __all__ = ["Ray"]
 
@@ -42,7 +42,7 @@ class Ray:
     def __post_init__(self) -> None:
         for name in ("num_cpus", "memory"):
             value = getattr(self, name)
-            number = isinstance(value, int | float) and type(value) is not bool and value >= 0
+            number = is_number(value) and type(value) is not bool and value >= 0
             if not (number or (value is None and name == "memory")):
                 raise OptionsError(f"{name} of Ray is {value!r}; allowed are numbers from 0.")
         for name in ("resources", "label_selector", "runtime_env", "options"):

@@ -354,6 +354,7 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
                 "worker_init_fn": (worker_init_fn, "the number of a worker"),
                 "epoch": (epoch, "nothing and returns the epoch"),
             },
+            generator=generator,
         )
         sampler = samplers.as_given(sampler)
         length = dataset_length(dataset)
@@ -404,7 +405,7 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         self._keep(None)
         super().__init__(
             dataset,
-            batch_size,
+            None if batch_size is None else int(batch_size),  # torch takes none of NumPy
             cast("bool | None", shuffle),  # with a sampler, torch raises an error
             sampler,
             batch_sampler,

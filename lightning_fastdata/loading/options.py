@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sized
 from dataclasses import dataclass, fields
 from typing import Any, Final, Literal, TypeAlias
 
+import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_fastdata.augment import StageTransform
@@ -18,6 +19,7 @@ from lightning_fastdata.errors import (
     TransformError,
     check,
     check_callable,
+    is_number,
     is_whole,
 )
 from lightning_fastdata.executors.kinds import AnyExecutor, executor_names, find_kind
@@ -50,6 +52,7 @@ def check_loader(
     staged: object,
     orders: Mapping[str, object],
     functions: Mapping[str, tuple[object, str]],
+    generator: object,
 ) -> None:
     """Raise an error that names what of a loader's arguments is impossible, if anything is.
 
@@ -77,6 +80,8 @@ def check_loader(
     for name, order in orders.items():
         fine = order is None or isinstance(order, Iterable) or hasattr(order, "__getitem__")
         check(name, order, fine, "None and what can be iterated")
+    fine = isinstance(generator, torch.Generator | None)
+    check("generator", generator, fine, "None and a torch.Generator")
     if transform is not None and not isinstance(transform, StageTransform):
         raise TransformError(
             f"transform is {transform!r}; it has to be made by as_batch_transform(...). Or give it "
@@ -257,8 +262,8 @@ class LoaderOptions:
         if self.executor != "auto" and find_kind(self.executor) is None:
             check_among("executor", self.executor, ("auto", *executor_names()))
         BadSamples.of(self.on_bad_sample)
-        wait = self.timeout
-        fine = isinstance(wait, int | float) and type(wait) is not bool and 0 <= wait < math.inf
+        wait: Any = self.timeout
+        fine = is_number(wait) and type(wait) is not bool and 0 <= wait < math.inf
         check("timeout", wait, fine or wait == "auto", 'seconds from 0 (no timeout), or "auto"')
 
     def set_by_user(self) -> frozenset[str]:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias, get_args
 import numpy as np
 import torch
 
-from lightning_fastdata.errors import FastDataWarning
+from lightning_fastdata.errors import FastDataWarning, OptionsError
 from lightning_fastdata.randomness.global_generators import (
     GENERATORS,
     NUMPY,
@@ -130,8 +130,19 @@ def _seed(generator: np.random.Generator, key: SampleKey, position: int) -> int:
 
 
 def global_seed() -> int:
-    """Return the seed that Lightning's ``seed_everything`` has set for this process, else 0."""
-    return int(os.environ.get("PL_GLOBAL_SEED", "0"))
+    """Return the seed that Lightning's ``seed_everything`` has set for this process, else 0.
+
+    Raises:
+        OptionsError: The variable in which it stands holds no whole number.
+    """
+    text = os.environ.get("PL_GLOBAL_SEED", "0")
+    try:
+        return int(text)
+    except ValueError:
+        raise OptionsError(
+            f"The environment variable PL_GLOBAL_SEED is {text!r}, and seed_everything() writes "
+            "whole numbers there. Unset it, or call seed_everything()."
+        ) from None
 
 
 def is_lightnings_start(start: object) -> bool:

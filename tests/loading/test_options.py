@@ -210,11 +210,23 @@ def test_an_impossible_value_is_named_and_quoted(option: str, value: object) -> 
 
 def test_numbers_and_methods_of_starting_may_be_objects_of_libraries() -> None:
     data = TensorDataset(torch.arange(4))
-    options: Any = {"num_workers": np.int64(1), "timeout": np.float64(5)}
+    options: Any = {"num_workers": np.int64(1), "timeout": np.int64(5)}
     loader = FastDataLoader(data, multiprocessing_context=get_context("spawn"), **options)
     context: Any = loader.multiprocessing_context
     assert context.get_start_method() == "spawn"
+    with pytest.raises(OptionsError, match=r"generator is 42; allowed are None and a torch\.Gen"):
+        FastDataLoader(data, shuffle=True, generator=42)  # type: ignore[arg-type]
+    sizes: Any = {"batch_size": np.int64(3), "executor": "inline"}
+    assert [len(batch[0]) for batch in FastDataLoader(data, **sizes)] == [3, 1]
     assert LoaderOptions(**options).num_workers == 1
+
+
+@each("text", ["abc", "", "1.5"])
+def test_a_seed_of_the_environment_that_is_none_is_named(text: str, monkeypatch: Any) -> None:
+    monkeypatch.setenv("PL_GLOBAL_SEED", text)
+    with pytest.raises(OptionsError, match=f"PL_GLOBAL_SEED is {text!r}"):
+        FastDataLoader(TensorDataset(torch.arange(4)))
+    assert FastDataLoader(TensorDataset(torch.arange(4)), seed=3).seed == 3
 
 
 @each(

@@ -322,6 +322,7 @@ def test_what_is_impossible_is_said_when_the_loader_is_made() -> None:
         FastDataLoader(Numbers(), on_bad_sample="ignore")  # type: ignore[arg-type]
     with pytest.raises(OptionsError, match="budget_share is 2"):
         BadSamples("skip", 2)
+    assert BadSamples("skip", np.float32(0.5)).budget_share == 0.5
     with pytest.raises(OptionsError, match="quarantine_file is ''"):
         BadSamples("skip", quarantine_file="")
 
