@@ -17,10 +17,10 @@ import torch
 
 from lightning_fastdata.batches.staged import move
 from lightning_fastdata.device.prefetch import drawn_under
-from lightning_fastdata.errors import OptionsError, check
+from lightning_fastdata.errors import OptionsError, check, is_whole
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.loading.options import LoaderOptions
-from lightning_fastdata.order.epoch_order import EpochOrder, dataset_length
+from lightning_fastdata.order.epoch_order import EpochOrder, check_rank, dataset_length, whole
 from lightning_fastdata.order.samplers import deciding, epoch_order, tell_samplers
 from lightning_fastdata.plugin import seams
 from lightning_fastdata.plugin.module import DataModule
@@ -77,7 +77,10 @@ def replayed(
         OptionsError: There is no such batch, the order of the training is none that follows from
             seed and epoch, or the training had batches or a dataset of another size.
     """
-    check("epoch", epoch, epoch is None or epoch >= 0, "whole numbers from 0")
+    check("epoch", epoch, epoch is None or is_whole(epoch, 0), "whole numbers from 0")
+    counted = "step" if epoch is None else "batch"
+    check(counted, number, is_whole(number), "whole numbers from 0")
+    check_rank(rank, whole("ranks", ranks))
     fine = per_epoch is None or (type(per_epoch) is int and per_epoch > 0)
     check("batches_per_epoch", per_epoch, fine, "None and whole numbers of at least 1")
     with kept_random_state(), torch.no_grad():

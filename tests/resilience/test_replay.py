@@ -202,6 +202,9 @@ class Stream(IterableDataset):
     [
         (Data(4), {"number": 6}, "no batch 6 in epoch 0, which has 6"),
         (Data(4), {"number": -1}, "no batch -1"),
+        (Data(4), {"number": "3"}, "batch is '3'"),
+        (Data(4), {"number": 1.5}, "batch is 1.5"),
+        (Data(4), {"number": 0, "ranks": 0}, "ranks is 0"),
         (Data(4), {"number": 0, "rank": 1}, "rank is 1"),
         (Data("auto"), {"number": 0}, 'batch_size="auto"'),
         (Weighted(4), {"number": 0}, "WeightedRandomSampler"),
