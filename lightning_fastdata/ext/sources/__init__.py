@@ -31,8 +31,8 @@ def as_list(paths: Paths) -> list[str]:
     """
     several = [paths] if isinstance(paths, str | os.PathLike) else paths
     found = [os.fsdecode(path) for path in each_of("paths", several, "paths", *PATHS)]
-    if not found:
-        raise OptionsError("There is no path; give at least one.")
+    if not all(found or [""]):
+        raise OptionsError("There is no path, or an empty one; give at least one.")
     return found
 
 

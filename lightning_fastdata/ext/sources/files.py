@@ -17,7 +17,14 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 import numpy as np
 
-from lightning_fastdata.errors import DatasetError, FastDataWarning, OptionsError, check, require
+from lightning_fastdata.errors import (
+    DatasetError,
+    FastDataWarning,
+    OptionsError,
+    check,
+    is_whole,
+    require,
+)
 from lightning_fastdata.ext.sources import PATHS, OpenedInEachProcess, Paths, as_list, each_of
 from lightning_fastdata.host.system_calls import started
 from lightning_fastdata.sources.files import ColdFiles, PackedStrings, begin_to_read
@@ -289,7 +296,8 @@ class ObjectSource(OpenedInEachProcess["ObjectStore"]):
             ``retry_config``, ``credential_provider``, ...
 
     Raises:
-        OptionsError: ``url`` is no text, or ``keys`` is no list of texts.
+        OptionsError: ``url`` or ``suffix`` is no text, ``keys`` is no list of texts, or
+            ``parallel_reads`` is no whole number from 1.
         MissingPackageError: obstore is not installed (``lightning-fastdata[objects]``).
         DatasetError: The objects cannot be listed.
     """
@@ -305,6 +313,9 @@ class ObjectSource(OpenedInEachProcess["ObjectStore"]):
     ) -> None:
         require("obstore", extra="objects", what="ObjectSource")
         check("url", url, isinstance(url, str), "addresses, such as s3://bucket and file:///folder")
+        check("suffix", suffix, isinstance(suffix, str), "texts")
+        fine = is_whole(parallel_reads, 1)
+        check("parallel_reads", parallel_reads, fine, "whole numbers from 1")
         self.url = url.rstrip("/")
         self.config = config
         self.parallel_reads = parallel_reads

@@ -303,6 +303,9 @@ def test_a_text_in_the_place_of_names_is_refused(tmp_path, kind, argument):
         ("Hdf5Source", {"path": "x", "names": None}, "names is None; give a list of names"),
         ("ObjectSource", {"url": "file:///x", "keys": "a"}, "keys is 'a'; give a list of keys"),
         ("ObjectSource", {"url": Path("x")}, r"url is .*; allowed are addresses"),
+        ("ObjectSource", {"url": "file:///x", "suffix": None}, "suffix is None"),
+        ("ObjectSource", {"url": "file:///x", "parallel_reads": 0}, "parallel_reads is 0"),
+        ("TarSource", {"paths": ""}, "There is no path, or an empty one"),
     ],
 )
 def test_what_is_no_list_is_refused_before_anything_is_read(kind, arguments, named):
