@@ -92,7 +92,7 @@ def _parser() -> ArgumentParser:
 
     def add_script(add: Callable[..., object], what: str) -> None:
         """Add the script to run, with its own arguments after it."""
-        module = "COMMAND is a module, as of python -m."
+        module = "COMMAND is a module, as for python -m."
         add("-m", dest="module", action="store_true", help=module)
         add("command", nargs="...", help=what)
 

@@ -228,7 +228,10 @@ def unsuited(
     if executor == "auto":
         return
     if iterable and not kind_of(executor).reads_streams:
-        yield f"executor={executor!r} reads by index, which a stream has not; 'workers' reads it."
+        yield (
+            f"executor={executor!r} reads by index, which a stream does not have; 'workers' reads "
+            "it."
+        )
     elif not workers and kind_of(executor).side_processes:
         yield f"executor={executor!r} has num_workers=0, so the training process reads itself."
 
