@@ -252,9 +252,12 @@ def test_what_is_no_key_or_no_size_is_refused_before_anything_is_drawn(key) -> N
         transform.explain(size=224)
 
 
-def test_a_normalised_foreign_batch_is_refused() -> None:
+def test_a_foreign_batch_of_other_floats_is_refused_with_what_it_looks_like() -> None:
+    flip, noise = pipeline(A.HorizontalFlip()), torch.randn(2, 3, 8, 8)
     with pytest.raises(BatchError, match="look normalised already"):
-        pipeline(A.HorizontalFlip()).apply_unprepared((torch.randn(2, 3, 8, 8), 0), KEY)
+        flip.apply_unprepared((noise, 0), KEY)
+    with pytest.raises(BatchError, match=r"to 255\. .*: return bytes as uint8, or divide them by"):
+        flip.apply_unprepared((torch.linspace(0, 255, 384).reshape(2, 3, 8, 8), 0), KEY)
 
 
 @each(

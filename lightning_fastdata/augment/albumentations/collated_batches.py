@@ -116,11 +116,14 @@ def check_images(image: object, *, values: bool) -> None:
         )
     if values and image.is_floating_point() and image.numel():
         low, high = (float(value) for value in image.aminmax())
+        remedy = "return bytes as uint8, or divide them by 255"
+        if low < 0:
+            remedy = "they look normalised already. Leave Normalize out of the dataset and put it "
+            remedy += "at the end of this pipeline"
         if low < 0 or high > 1:
             raise BatchError(
-                f"The images are {numpy_dtype(image.dtype)} with values from {low:g} to {high:g}, "
-                "so they look normalised already. Albumentations needs uint8, or floats in [0, 1]: "
-                "leave Normalize out of the dataset and put it at the end of this pipeline."
+                f"The images are {numpy_dtype(image.dtype)} with values from {low:g} to {high:g}. "
+                f"Albumentations needs uint8, or floats in [0, 1]: {remedy}."
             )
 
 
