@@ -12,6 +12,7 @@ import sys
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from mmap import mmap
@@ -102,7 +103,9 @@ def child_main(
         try:
             plan.worker_init_fn(number)
         except Exception as error:
-            wire.send(protocol.InitFailed(*describe_error(error, f"in worker_init_fn({number})")))
+            with suppress(OSError):  # another worker has told of its own, and the loader is closed
+                text = f"in worker_init_fn({number})"
+                wire.send(protocol.InitFailed(*describe_error(error, text)))
             return
     child.run()
 
