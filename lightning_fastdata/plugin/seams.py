@@ -627,6 +627,18 @@ def of_ranks(trainer: Trainer, value: int) -> int:
     return int(shared)
 
 
+def log_folder(trainer: Trainer) -> str:
+    """Return ``trainer.log_dir``, or its root folder; what it is on the first rank counts.
+
+    ``log_dir`` waits until all ranks ask for it, and some may have no callback of this package.
+    """
+    logger: Any = trainer.logger
+    loggers = importlib.import_module(f"{package_of(trainer)}.loggers")
+    known = isinstance(logger, loggers.TensorBoardLogger | loggers.CSVLogger)
+    folder: str | None = getattr(logger, "log_dir" if known else "save_dir", None)
+    return folder or trainer.default_root_dir
+
+
 def print_line(trainer: Trainer, text: str) -> None:
     """Print a line above the bar, if there is one."""
     bar: Any = trainer.progress_bar_callback

@@ -515,7 +515,7 @@ class MeasuredRun:
         self.recording.restart()
         usual = seams.attributes_of(self.trainer).log_every_n_steps
         self.every_n_steps = self._ours.every_n_steps or usual or 0
-        self.log_dir = self.trainer.log_dir or self.trainer.default_root_dir
+        self.log_dir = seams.log_folder(self.trainer)
         self._judged_s = clock.monotonic()
         place = self._place
         if place is not None and "://" in place and self.trainer.is_global_zero:

@@ -34,8 +34,9 @@ CASES = {
     "rank 0 has fewer": {"batches": [6, 8], "sleep_s": [0, 0], "max_epochs": -1, "max_steps": 16},
     "one epoch": {**COUNTED, "max_epochs": 1},
     "four epochs": {**COUNTED, "max_epochs": 4},
-    "one epoch, not measured": {**COUNTED, "max_epochs": 1, "measured": False},
-    "four epochs, not measured": {**COUNTED, "max_epochs": 4, "measured": False},
+    "one epoch, not measured": {**COUNTED, "max_epochs": 1, "measured": []},
+    "four epochs, not measured": {**COUNTED, "max_epochs": 4, "measured": []},
+    "rank 0 alone is measured": {**COUNTED, "measured": [0]},
 }
 
 
@@ -111,15 +112,19 @@ def test_a_rank_that_has_fewer_batches_hangs_nobody(trained, who):
     assert [each["rank"] for each in result["report"]["ranks"]] == [0, 1]
 
 
-def test_no_epoch_has_a_collective_of_ours(trained):
-    """Lightning's ``trainer.log_dir`` is some, once in a fit."""
+def test_there_is_no_collective_of_ours(trained):
     for rank in trained:
-        ours = [
-            rank[f"{epochs}"]["collectives"] - rank[f"{epochs}, not measured"]["collectives"]
-            for epochs in ("one epoch", "four epochs")
-        ]
-        assert ours[0] == ours[1]
+        for epochs in ("one epoch", "four epochs"):
+            measured, other = (rank[f"{epochs}{more}"] for more in ("", ", not measured"))
+            assert measured["collectives"] == other["collectives"]
         assert rank["four epochs"]["collectives"] > rank["one epoch"]["collectives"]
+
+
+def test_one_rank_alone_may_have_the_callback(trained):
+    ranks = [each["rank 0 alone is measured"] for each in trained]
+    assert ranks[0]["report"]["notes"] == ["Nothing was heard of rank 1."]
+    assert ranks[1]["report"] is None
+    assert [each["steps"] for each in ranks] == [12, 12]
 
 
 def test_other_ranks_than_the_first_report_themselves(trained):

@@ -75,13 +75,16 @@ def train(
     batches,
     sleep_s,
     step_s=0.01,
-    measured=True,
+    measured=(0, 1),
     ours=True,
     counted=False,
     in_turns=False,
     **arguments,
 ):
-    """Train once; ``batches`` and ``sleep_s`` (of one sample) have an entry for each rank."""
+    """Train once; ``batches`` and ``sleep_s`` (of one sample) have an entry for each rank.
+
+    ``measured``: the ranks that have the callback.
+    """
     rank = int(os.environ["LOCAL_RANK"])
     dataset = Stream(2 * batches[rank], sleep_s[rank])
     loader = (FastDataLoader if ours else DataLoader)(dataset, batch_size=2, num_workers=0)
@@ -95,7 +98,7 @@ def train(
         strategy="ddp",
         devices=ranks,
         logger=logger,
-        callbacks=callbacks if measured else [],
+        callbacks=callbacks if rank in measured else [],
         log_every_n_steps=1000,
         **{"limit_val_batches": 0, **arguments},
     )
