@@ -8,7 +8,7 @@ import os
 import tempfile
 import warnings
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -419,8 +419,12 @@ def _share_of_rank(
     return RankBatchSampler(share, rows_in(given) or size or 1, share.drop_last)
 
 
-def bad_samples_of(asked: BadSamplePolicy | BadSamples, trainer: Trainer | None) -> BadSamples:
+def bad_samples_of(
+    asked: BadSamplePolicy | BadSamples, trainer: Trainer | None, log_folder: Callable[[], str]
+) -> BadSamples:
     """Return the rule for bad samples; unless they end the training, they are listed in a file.
+
+    ``log_folder`` returns the folder in which a run of the trainer logs.
 
     Raises:
         OptionsError: Several ranks are to skip samples.
@@ -433,9 +437,8 @@ def bad_samples_of(asked: BadSamplePolicy | BadSamples, trainer: Trainer | None)
             "'replace', or evaluate on one device."
         )
     if rule.quarantine_file is None and rule.policy != "raise" and trainer is not None:
-        # All ranks are asked for a trainer's log folder together, as they are in its methods.
         runs = seams.running_stage(trainer) is not None
-        folder = (trainer.log_dir if runs else None) or trainer.default_root_dir
+        folder = log_folder() if runs else trainer.default_root_dir
         rank = f"-rank{trainer.global_rank}" if trainer.world_size > 1 else ""
         file = os.path.join(folder, f"bad_samples{rank}.jsonl")  # noqa: PTH118 - may be a URL
         return replace(rule, quarantine_file=file)
@@ -458,10 +461,16 @@ def _tell_of_uneven_parts(parts: object, trainer: Trainer) -> None:
         )
 
 
-def _compare_ranks(loader: FastDataLoader, name: str, trainer: Trainer) -> None:
-    """Compare a sampler of the user's among the ranks, all of which have to call this."""
+def compare_ranks(loader: FastDataLoader, name: str, trainer: Trainer) -> None:
+    """Compare a sampler of the user's among the ranks, all of which have to call this.
+
+    Raises:
+        OptionsError: It gives them different numbers of batches.
+    """
     share, sampler = loader.sampler, deciding(as_given(order_of(loader)))
-    if not (isinstance(share, DistributedSampler) and torch.distributed.is_initialized()):
+    stream = isinstance(loader.dataset, IterableDataset)
+    shares = isinstance(share, DistributedSampler) and not stream
+    if not (shares and torch.distributed.is_initialized()):
         return
     limit, length = trainer.limit_train_batches, dataset_length(loader)
     if length is None and not isinstance(share, SharedSampler):
@@ -493,11 +502,9 @@ def settle_sharing(
 
     Where several ranks train on a stream, warn of parts that are not equally long.
     """
-    if trainer is not None and stage == "train" and trainer.world_size > 1:
-        if isinstance(loader.dataset, IterableDataset):
-            _tell_of_uneven_parts(loader.dataset, trainer)
-        else:
-            _compare_ranks(loader, name, trainer)
+    parts = stage == "train" and isinstance(loader.dataset, IterableDataset)
+    if parts and trainer is not None and trainer.world_size > 1:
+        _tell_of_uneven_parts(loader.dataset, trainer)
     share = loader.sampler
     if trainer is None or not isinstance(share, SharedSampler):
         return

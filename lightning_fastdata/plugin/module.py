@@ -55,6 +55,7 @@ from lightning_fastdata.plugin.datasets import (
     DATASET_METHOD,
     GivenLoader,
     bad_samples_of,
+    compare_ranks,
     datasets_of,
     given_loaders,
     has_order,
@@ -236,6 +237,8 @@ class DataModule:
                 f"super().__init__() sets its own. Call super().__init__({hidden}=self.{hidden})."
             )
         self._trainer: Trainer | None = None
+        self._logs_to: str | None = None
+        """Folder in which the present run of the trainer logs; None: nobody has asked for it."""
         self._runs = 0
         """Number of runs of trainers that were given this data module."""
         self._fit_trainer: Trainer | None = None
@@ -351,10 +354,21 @@ class DataModule:
             # If this is not its own method, Lightning says that validation data were passed in.
             lightnings = super().val_dataloader  # type: ignore[misc]
             seams.replace_for_one_run(trainer, self, "val_dataloader", lightnings)
+        stage = seams.running_stage(trainer)
+        if stage == "train" and trainer.world_size > 1:
+            # What Lightning asks for, all ranks ask for. A hook may ask on one of them alone.
+            seams.watch_sources(trainer, [stage], self._compare_ranks)
+
+    def _compare_ranks(self, _: Stage, loaders: object) -> None:
+        names = {id(plan): name for name, plan in self._plans.items()}
+        for loader in seams.flattened(loaders):
+            if isinstance(loader, FastDataLoader) and self._trainer is not None:
+                name = names.get(id(loader.plan), self._name_of("train"))
+                compare_ranks(loader, name, self._trainer)
 
     def _attach(self, trainer: Trainer | None) -> None:
         """Belong to a trainer; after a run within that of another trainer, to the other again."""
-        outer, now = self._trainer, dict[str, object](_trainer=trainer)
+        outer, now = self._trainer, dict[str, object](_trainer=trainer, _logs_to=None)
         if trainer is not None and seams.running_stage(trainer) == "train":
             seams.forget_unfinished_epoch(trainer)
             # A fit goes on from a checkpoint of its own, which is read after this, or from none.
@@ -577,7 +591,9 @@ class DataModule:
                 spec, plan, transform, self._transforms, seed=seed, trainer=self._trainer
             ),
             **plan.loader_arguments(),
-            "on_bad_sample": bad_samples_of(plan.options.on_bad_sample, self._trainer),
+            "on_bad_sample": bad_samples_of(
+                plan.options.on_bad_sample, self._trainer, self._log_folder
+            ),
         }
         ahead = self._prefetching.look_ahead(self._trainer, stage, self._transforms)
         goes_on = None
@@ -739,6 +755,16 @@ class DataModule:
         if isinstance(self.shuffle, Mapping):
             return self.shuffle.get(stage)
         return self.shuffle if stage == "train" else None
+
+    def _log_folder(self) -> str:
+        """Return the folder in which the present run of the trainer logs.
+
+        All ranks are asked for it together, as Lightning asks all of them for the first loader of a
+        run. A hook may make another one on one rank alone.
+        """
+        if self._logs_to is None and self._trainer is not None:
+            self._logs_to = self._trainer.log_dir or self._trainer.default_root_dir
+        return self._logs_to or ""
 
     def _looked_at(self, spec: LoaderSpec) -> tuple[DatasetFacts, StageTransform | None]:
         """Return the facts on which a loader rests, and the transform that starts in its workers.

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from conformance.forked_ranks import on_ranks
 from conformance.pieces import Rows, RowsModule, make_trainer
-from lightning.pytorch import LightningModule, seed_everything
+from lightning.pytorch import Callback, LightningModule, seed_everything
 from lightning.pytorch.callbacks import BasePredictionWriter
 from torch.utils.data import BatchSampler
 
@@ -69,14 +69,27 @@ class Writer(BasePredictionWriter):
         self.epoch = indices
 
 
+class Looks(Callback):
+    """Looks at batches on the first rank alone, as callbacks that log pictures do."""
+
+    looked = ()
+
+    def on_train_start(self, trainer, module):
+        if trainer.is_global_zero:
+            data = trainer.datamodule
+            loaders = data.train_dataloader(), data.val_dataloader()
+            self.looked = [next(iter(loader))[1].tolist() for loader in loaders]
+
+
 class Uneven(RowsModule):
     """``length`` rows for all evaluation; two loaders for validation if ``second`` is given.
 
-    ``sampled``: they come by samplers of the user's own, backwards.
+    ``sampled``: they come by samplers of the user's own, backwards. ``bad``: what becomes of
+    samples that cannot be read.
     """
 
-    def __init__(self, length, second=None, sampled=False, **arguments):
-        options = LoaderOptions(num_workers=0, probe=False)
+    def __init__(self, length, second=None, sampled=False, bad="raise", **arguments):
+        options = LoaderOptions(num_workers=0, probe=False, on_bad_sample=bad)
         super().__init__(length=8 * int(os.environ["RANKS"]), options=options, **arguments)
         self.rows, self.second, self.sampled = length, second, sampled
 
@@ -105,9 +118,9 @@ class Uneven(RowsModule):
 def evaluate(ranks, folder, method, module, **arguments):
     """Run one method of a new trainer; return what this rank saw, measured and was told."""
     seed_everything(1)
-    model, writer = Normed(), Writer()
+    model, writer, looks = Normed(), Writer(), Looks()
     parallel = {"strategy": "ddp", "devices": ranks} if ranks > 1 else {}
-    trainer = make_trainer(folder, callbacks=[writer], **parallel, **arguments)
+    trainer = make_trainer(folder, callbacks=[writer, looks], **parallel, **arguments)
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         predicted = None
@@ -122,6 +135,7 @@ def evaluate(ranks, folder, method, module, **arguments):
         "seen": model.seen,
         "metrics": metrics,
         "batches": writer.batches,
+        "looked": looks.looked,
         "epoch": writer.epoch,
         "predicted": [p.tolist() for p in predicted] if method == "predict" and not error else None,
         "warned": [str(w.message) for w in heard],
@@ -140,7 +154,7 @@ def main(ranks, folder, cases):
     for length, size in cases:
         for method in ("validate", "test", "predict"):
             record(f"{method} {length} {size}", method, Uneven(length, batch_size=size))
-    record("fit", "fit", Uneven(11, batch_size=2))
+    record("fit", "fit", Uneven(11, batch_size=2, bad="replace"))
     record("several", "validate", Uneven(7, second=11, batch_size=3))
     record("limited", "validate", Uneven(40, batch_size=4), limit_val_batches=0.5)
     record("unshared", "validate", Uneven(7, batch_size=2), use_distributed_sampler=False)

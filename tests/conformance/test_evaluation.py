@@ -97,6 +97,13 @@ def test_validation_within_a_fit_shares_likewise(together):
     assert [rank[:2] for rank in found] == [rank[2:4] for rank in found]
 
 
+def test_a_hook_of_one_rank_alone_may_make_loaders(together):
+    """As callbacks do that log pictures: the other ranks are not asked for anything."""
+    looked = [rank["fit"]["looked"] for rank in together]
+    assert [len(batches) for batches in looked] == [2] + [0] * (len(together) - 1)
+    assert looked[0][1] == shares(together, "fit", "val")[0][0]
+
+
 @pytest.mark.parametrize(("loader", "length"), [(0, 7), (1, 11)])
 def test_each_of_several_loaders_is_shared(alone, together, loader, length):
     found = shares(together, "several", "val", loader)

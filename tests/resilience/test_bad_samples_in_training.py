@@ -191,10 +191,11 @@ def test_ranks_list_bad_samples_apart_and_none_may_skip(tmp_path) -> None:
         world_size=2, global_rank=1, default_root_dir=str(tmp_path), state=state
     )
     asked = BadSamples("replace", 0.1)
-    rule = bad_samples_of(asked, trainer)
+    rule = bad_samples_of(asked, trainer, str)
     assert (rule.policy, rule.budget_share) == ("replace", 0.1)
     assert rule.quarantine_file == str(tmp_path / "bad_samples-rank1.jsonl")
     with pytest.raises(OptionsError, match="wait for it for ever"):
-        bad_samples_of("skip", trainer)
+        bad_samples_of("skip", trainer, str)
     trainer.world_size = 1
-    assert bad_samples_of("skip", trainer).quarantine_file == str(tmp_path / "bad_samples.jsonl")
+    rule = bad_samples_of("skip", trainer, str)
+    assert rule.quarantine_file == str(tmp_path / "bad_samples.jsonl")
