@@ -339,7 +339,7 @@ class EpochIndices:
         yield from (
             (Step((one,), one) for one in items)
             if share is None
-            else share.steps(items, first=first)
+            else share.steps(items, first=first, begun=start.samples)
         )
 
 

@@ -334,16 +334,19 @@ class SharedSampler(DistributedSampler[Any]):
             items = BatchSampler(items, self.full, self.drop_last)
         return keyed(self.steps(items, even=even), self.seed, self.epoch, once=once)
 
-    def steps(self, items: Iterable[Any], *, even: bool = False, first: Any = ()) -> Iterator[Step]:
+    def steps(
+        self, items: Iterable[Any], *, even: bool = False, first: Any = (), begun: int = 0
+    ) -> Iterator[Step]:
         """Yield the steps of a rank.
 
         ``items``: the samples of a sampler in batches of all ranks, without a rest to be dropped;
         or the batches of a batch sampler. ``even``: keep all steps but the last full, and repeat
         samples rather than take them from the step before. ``first``: the items of the first step,
-        if ``items`` begin after it.
+        if ``items`` begin after it. ``begun``: samples of the epoch before ``items``.
         """
         if self.gives_samples:
-            for whole in self._complete(items, next(iter(first), None), even=even):
+            waits = not even and self._waits(begun)
+            for whole in self._complete(items, next(iter(first), None), waits=waits):
                 yield Step((whole,), self._own(whole))
             return
         batches, first = (each for each in items), list(first)
@@ -358,11 +361,10 @@ class SharedSampler(DistributedSampler[Any]):
         return whole[part_of(len(whole), self.rank, self.num_replicas)]
 
     def _complete(
-        self, batches: Iterable[Indices], first: Indices | None, *, even: bool
+        self, batches: Iterable[Indices], first: Indices | None, *, waits: bool
     ) -> Iterator[Indices]:
         """Yield the samples of each step; too small a rest is completed to one for each rank."""
         before: Indices | None = None
-        waits = not even and self._waits()
         for batch in batches:
             first, whole = batch if first is None else first, batch
             lacking = self.num_replicas - len(batch)
@@ -379,10 +381,10 @@ class SharedSampler(DistributedSampler[Any]):
         if before is not None:
             yield before
 
-    def _waits(self) -> bool:
+    def _waits(self, begun: int) -> bool:
         """Return whether a step may change when the next one is known."""
         length = dataset_length(self.source)
-        rest = None if length is None else length % self.full
+        rest = None if length is None else (length - begun) % self.full
         return not self.drop_last and (rest is None or 0 < rest < self.num_replicas)
 
     def _rest_of_batches(self, group: list[Indices], first: list[Indices]) -> Step:

@@ -487,6 +487,16 @@ def test_steps_of_another_size_take_what_is_left_any_number_of_times(name):
     assert joined(after(state, SAMPLERS[name], 1, step=5)) == order[33:]
 
 
+@each("name", ["shuffle", "own", "without a length", "the package's own"])
+def test_steps_of_another_size_give_up_what_a_rest_of_fewer_samples_than_ranks_is_lacking(name):
+    order, state = alone(SAMPLERS[name]), stopped(SAMPLERS[name], 2, 2)
+    with pytest.warns(FastDataWarning, match="no sample comes twice or is left out") as told:
+        left = after(state, SAMPLERS[name], 4, step=12)
+    assert not [each for each in told if "taken again" in str(each.message)]
+    assert [len(step) for step in left] == [12, 12, 9, 4]
+    assert joined(left) == order[16:]
+
+
 def test_a_rest_of_fewer_samples_than_ranks_is_filled_up_behind_a_resume():
     def make():
         return ShuffleSampler(range(18), seed=3)
