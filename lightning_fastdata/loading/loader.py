@@ -57,7 +57,7 @@ from lightning_fastdata.loading.source import (
 from lightning_fastdata.loading.stamped import Ledger, OpenedEnvelopes, stampable
 from lightning_fastdata.loading.tuner import Tuner
 from lightning_fastdata.order import samplers
-from lightning_fastdata.order.epoch_order import Counted, dataset_length, first_epoch
+from lightning_fastdata.order.epoch_order import Counted, dataset_length, first_epoch, rank_now
 from lightning_fastdata.order.indices import EpochIndices, may_tell_state, tells_state
 from lightning_fastdata.order.samplers import (
     BlockShuffleSampler,
@@ -874,6 +874,9 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
     def _go_on(self, begun: Pass) -> int:
         """Have the pass begin at its position; return how many batches of a stream to reread."""
         state, indices, inner = begun.state, self._indices, self._inner
+        # Lightning's checkpoints have the state of rank 0, and all ranks go on from it.
+        if state is not None and state.rank not in ([], list(rank_now())):
+            state = begun.state = position.of_other_rank(state, self.dataset)
         if state is not None:
             position.restore_dataset(self.dataset, state, self._of_all_ranks(state))
             self.quarantine = sorted({*self.quarantine, *state.quarantine})

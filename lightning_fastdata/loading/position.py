@@ -27,7 +27,7 @@ from lightning_fastdata.fingerprint import CountsBatches, Fingerprint, fingerpri
 from lightning_fastdata.host import clock
 from lightning_fastdata.loading.source import workers_of
 from lightning_fastdata.loading.stamped import Around
-from lightning_fastdata.order.epoch_order import Counted, dataset_length
+from lightning_fastdata.order.epoch_order import Counted, dataset_length, rank_now
 from lightning_fastdata.order.indices import Drawn, EpochIndices, Start, tells_state
 from lightning_fastdata.order.lengths import BucketBatchSampler
 from lightning_fastdata.order.mixture import Mixture
@@ -99,6 +99,9 @@ class Position:
     lanes: list[dict[str, Any]] | None = None
     """A :class:`LanePosition` for each part of a stream; empty: the stream has no state, and its
     batches are counted; None: its state is not known."""
+    rank: list[int] = field(default_factory=list)
+    """Number of the rank that read a stream, and how many ranks there were; empty: not known, or
+    map-style data."""
     draws: bool = False
     """Whether a stream or its ``collate_fn`` draws from global generators, which are not saved."""
     base_seed: int | None = None
@@ -598,6 +601,7 @@ def as_it_is(loader: FastDataLoader[Any], indices: EpochIndices | None) -> Posit
         world_size=1 if split is None else split.num_replicas,
         in_order=loader.in_order or workers < (2 if stream else 1),
         parts=max(1, workers) if stream else 1,
+        rank=list(rank_now()) if stream else [],
         seed=loader.seed,
         order="a stream" if indices is None else type(deciding(indices.source)).__name__,
         dataset=_fingerprint(loader.dataset),
@@ -809,6 +813,12 @@ def check_stream(state: Position, now: Position) -> None:
             f"The stream was shared out among {state.parts} workers when it was saved, and now is "
             f"among {now.parts}, who would read other samples. Set num_workers={state.parts} until "
             "this epoch has ended."
+        )
+    (_, then), (_, ranks) = state.rank or now.rank, now.rank
+    if then != ranks:
+        raise OptionsError(
+            f"The stream was saved on {then} ranks, and shares itself out among {ranks} now, which "
+            f"would read other samples. Go on with {then} until this epoch has ended."
         )
 
 

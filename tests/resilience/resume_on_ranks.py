@@ -20,11 +20,12 @@ from conformance.forked_ranks import on_ranks
 from lightning.pytorch.callbacks import ModelCheckpoint
 from resilience.cells import LOADERS, Images, Module
 from resilience.runs import Recorder, train
-from torch.utils.data import DistributedSampler, Sampler, WeightedRandomSampler
-from trainers import quiet_trainer
+from torch.utils.data import DistributedSampler, IterableDataset, Sampler, WeightedRandomSampler
+from trainers import quiet_trainer, trained
 
-from lightning_fastdata import BucketBatchSampler
+from lightning_fastdata import BucketBatchSampler, FastDataLoader, FastDataModule
 from lightning_fastdata.errors import OptionsError
+from lightning_fastdata.order.epoch_order import rank_now
 
 
 class InGroups(Images):
@@ -94,6 +95,50 @@ def told(folder, ranks, sampler):
     file.write_text(" ".join(str(warning.message) for warning in warned))
 
 
+class Numbers(IterableDataset):
+    """A stream whose state is what is left of its rank's part."""
+
+    left = None
+
+    def __iter__(self):
+        if self.left is None:
+            rank, ranks = rank_now()
+            self.left = list(range(rank, 16, ranks))
+        while self.left:
+            yield self.left.pop(0)
+        self.left = None
+
+    def state_dict(self):
+        return {"left": self.left and list(self.left)}
+
+    def load_state_dict(self, state):
+        self.left = state["left"] and list(state["left"])
+
+
+STREAMS = {
+    "module": lambda: FastDataModule.from_datasets(Numbers(), batch_size=2, num_workers=0),
+    "loader": lambda: FastDataLoader(Numbers(), 2),
+}
+
+
+def streamed(folder, ranks):
+    """Write which numbers this rank took, before a checkpoint and after it, or what was said."""
+    how = {"folder": folder, "strategy": "ddp" if ranks > 1 else "auto", "devices": ranks}
+    for name, make in STREAMS.items():
+        saved, taken = folder / f"stream-{name}.ckpt", []
+        if ranks > 1:
+            save = ModelCheckpoint(folder, saved.stem, every_n_train_steps=2)
+            own = {"callbacks": [save], "enable_checkpointing": True, "max_steps": 2}
+            taken = trained(make(), torch.Tensor.tolist, **how, **own)
+        if saved.exists():
+            try:
+                taken += trained(make(), torch.Tensor.tolist, resume=saved, **how)
+            except OptionsError as error:
+                taken = str(error)
+        rank = os.environ.get("LOCAL_RANK", "0")
+        (folder / f"stream-{name}-{ranks}-{rank}").write_text(json.dumps(taken))
+
+
 def run(folder, ranks, *, name, loader, batch_size, steps, resume=None, length, **about):
     """Train for so many steps in all; save at the last one, and record what each rank took."""
     rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -122,6 +167,7 @@ def main(ranks, folder, runs):
         run(folder, ranks, **settings)
     for sampler in ODD if ranks > 1 else ():
         told(folder, ranks, sampler)
+    streamed(folder, ranks)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from conformance.forked_ranks import launched
-from resilience.resume_on_ranks import SAMPLERS
+from resilience.resume_on_ranks import SAMPLERS, STREAMS
 from resilience.runs import first_difference, lines
 
 pytestmark = pytest.mark.timeout(600)
@@ -149,3 +149,18 @@ def test_a_generator_that_is_not_seeded_alike_on_all_ranks_is_told_before_the_tr
     for rank in range(2):
         text = (folder / f"seeded-{rank}").read_text()
         assert "Seeded has a generator that is not seeded alike on all ranks" in text
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_each_rank_goes_on_in_its_own_part_of_a_stream(folder, name):
+    """The checkpoint has the state of rank 0. A loader alone is a batch ahead of its training."""
+    for rank in range(2):
+        taken = json.loads((folder / f"stream-{name}-2-{rank}").read_text())
+        whole = [[number, number + 2] for number in range(rank, 16, 4)]
+        assert taken == (whole if name == "module" else [*whole[:2], *whole[3:]])
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_another_number_of_ranks_does_not_go_on_within_a_stream(folder, name):
+    said = json.loads((folder / f"stream-{name}-1-0").read_text())
+    assert said.startswith("The stream was saved on 2 ranks, and shares itself out among 1 now")
