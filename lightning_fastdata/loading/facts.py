@@ -849,6 +849,8 @@ def _tried(spec: LoaderSpec, start_method: str) -> StreamSplit:
             deadline_s=_STREAM_DEADLINE_S,
         )
         failure = tried.failure
+        if failure is not None and failure.kind == "not started" and spec.may_be_here:
+            return {"unsent": f"a side process that tried it {failure.what}"}, ""
         # A stream that gives nothing for long may have asked before.
         late = failure is not None and failure.kind == "late"
         return tried.values, "" if failure is None or late else failure.what
@@ -1018,7 +1020,12 @@ def _listen(
                 continue
         if process.sentinel in ready:
             process.join()
-            return Failure(kind="died", what=death(process.exitcode))
+            how = death(process.exitcode)
+            if begun or (process.exitcode or 0) < 0:
+                return Failure(kind="died", what=how)
+            # What it was sent cannot be unpickled there, as a class of a notebook, or the script
+            # starts processes as it is imported.
+            return Failure(kind="not started", what=f"could not be started: it {how}")
         if clock.monotonic() > until:
             slow, never = f"took more than {deadline_s:g} s", f"did not start within {_START_S:g} s"
             return Failure(kind="late", what=slow if begun else never)

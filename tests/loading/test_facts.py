@@ -435,8 +435,43 @@ def test_what_a_side_process_may_not_do_is_done_by_the_training_process(dataset,
             inspect(dataset(), questions, num_workers=2)
 
 
-def test_a_dataset_that_cannot_be_sent_to_workers_is_read_here():
-    assert "could not be started" in inspect(Unpicklable(), started="spawn").here
+class Unknown(Planted):
+    """Cannot be unpickled in another process, as what is of a class of a notebook."""
+
+    def __init__(self):
+        super().__init__(int)
+
+    def __setstate__(self, state):
+        raise AttributeError("there is no such class here")
+
+
+@each("make", [Unpicklable, Unknown])
+def test_a_dataset_that_cannot_be_sent_to_workers_is_read_here(make):
+    facts = inspect(make(), started="spawn")
+    assert "could not be started" in facts.here
+    assert not facts.warnings
+
+
+class Locked(IterableDataset):
+    def __init__(self):
+        self.lock = threading.Lock()
+
+    def __iter__(self):
+        return iter(range(4))
+
+
+class UnknownStream(Locked):
+    def __getstate__(self):
+        return {"lock": None}
+
+    __setstate__ = Unknown.__setstate__
+
+
+@each("make", [Locked, UnknownStream])
+def test_a_stream_that_cannot_be_sent_to_workers_is_read_here(make):
+    split = inspect(make(), started="spawn").stream
+    assert split.here
+    assert "could not be started" in split.why
 
 
 @each("make", [FastDataModule.from_datasets, from_loaders])
