@@ -31,7 +31,11 @@ from lightning_fastdata.fingerprint import Watched
 from lightning_fastdata.host import clock
 from lightning_fastdata.host.memory import read_host_memory
 from lightning_fastdata.order.epoch_order import Rank
-from lightning_fastdata.randomness.global_generators import DrawWatch, kept_random_state
+from lightning_fastdata.randomness.global_generators import (
+    GENERATORS,
+    DrawWatch,
+    kept_random_state,
+)
 from lightning_fastdata.randomness.seeds import OwnGenerators, lasting, seed_global_generators
 from lightning_fastdata.sources.source import read_ahead, reads_ahead
 from lightning_fastdata.torch_internals import default_collate_fn_map
@@ -154,16 +158,13 @@ def _in_key(index: Any) -> Any:
     return index + repeats(index) if type(index) is Repeated else index
 
 
-class _DrewError(BaseException):
-    """Ends an attempt that has drawn without a key; it is no error of the sample."""
-
-
 class Fetcher:
     """Reads samples and batches of a plan in the calling thread.
 
     Each sample's draws from the global generators have a key of their own, if the plan has a seed.
-    A generator is seeded only once a fetch has been seen to draw from it: that fetch is done again,
-    and in it and every one after it the generator is seeded for each sample.
+    A generator is seeded only once reading was seen to draw from it, and then for each sample. The
+    first sample, and the first collation, are read with all of them seeded: a dataset may give each
+    sample to whoever asks first. A later fetch that is the first to draw from one is done again.
     A ``guest`` leaves the generators as the calling program had them.
     """
 
@@ -188,6 +189,10 @@ class Fetcher:
         self._own = plan.own if plan.seed is not None else None
         self._own_draws = bool(self._own)
         self._looked = False
+        self._begun: set[bool] = set()
+        """Whether there was a first reading (False), and a first collation (True)."""
+        self._kept = ExitStack()
+        """What restores the generators that the present task of a guest seeds."""
         self._looked_in: dict[bool, int] = {}
         """Epoch in which generators were looked for behind reading (False) and collating (True)."""
         self._rows: Rows | None = None
@@ -202,12 +207,13 @@ class Fetcher:
         """Return what ``fetch`` returns, with draws that depend on the keys of its samples alone.
 
         ``fetch`` calls :meth:`sample` and :meth:`collate`, and is called again if it is the first
-        one to draw from a generator.
+        one to draw from a generator, other than by its first sample or the first collation.
         """
         watch = self._watch
         if watch is None:
             return fetch()
         with ExitStack() as kept:
+            self._kept = kept
             if self.guest:
                 if self._own is not None and self._own_draws:
                     kept.enter_context(self._own.kept())
@@ -217,7 +223,7 @@ class Fetcher:
             while True:
                 try:
                     result = fetch()
-                except (Exception, _DrewError):
+                except Exception:
                     drawn = watch.drawn()
                     if not drawn:
                         raise
@@ -226,10 +232,7 @@ class Fetcher:
                     if not drawn:
                         return result
                 watch.restore()
-                watch.leave(drawn)
-                self.drawn = (*self.drawn, *drawn)
-                if self.guest:
-                    kept.enter_context(kept_random_state(drawn))
+                self._seed_from_now_on(drawn)
                 if self.stamps is not None:
                     self.stamps.begin()
 
@@ -270,11 +273,7 @@ class Fetcher:
         sample = self._read(self._item, index, index, epoch)
         if self.stamps is not None:
             self.stamps.read(index, began_ns)
-        if not self._looked:
-            # Most datasets that draw do so for each sample: one sample is read again, not a batch.
-            self._looked = True
-            if self._watch is not None and self._watch.drew():
-                raise _DrewError
+        self._looked = True
         return sample
 
     def _item(self, index: object) -> Batch:
@@ -293,9 +292,13 @@ class Fetcher:
         It is called again if its first call in an epoch made the dataset, or its ``collate_fn``,
         create generators.
         """
-        self._key(epoch, index)
-        result = read(asked)
         collates = read is self.plan.collate_fn
+        if self._watch is None or collates in self._begun:
+            self._key(epoch, index)
+            result = read(asked)
+        else:
+            self._begun.add(collates)
+            result = self._first(partial(read, asked), index, epoch)
         if self._own is not None and epoch != self._looked_in.get(collates):
             self._looked_in[collates] = epoch
             if self._own.look_again():
@@ -303,6 +306,28 @@ class Fetcher:
                 self._key(epoch, index)
                 return read(asked)
         return result
+
+    def _first(self, read: Callable[[], _Fetched], index: object, epoch: int) -> _Fetched:
+        """Return ``read()`` with all generators seeded, and learn from which of them it draws."""
+        known = self.drawn
+        left = [name for name in GENERATORS if name not in known]
+        before, self.drawn = DrawWatch(left), GENERATORS
+        self._key(epoch, index)
+        seeded, self.drawn = DrawWatch(left), known
+        try:
+            return read()
+        finally:
+            drawn = seeded.drawn()
+            before.restore()
+            self._seed_from_now_on(drawn)
+
+    def _seed_from_now_on(self, names: Collection[str]) -> None:
+        """Have each sample seed some generators, which are as the calling program had them."""
+        if self._watch is not None:
+            self._watch.leave(names)
+        self.drawn = (*self.drawn, *names)
+        if self.guest:
+            self._kept.enter_context(kept_random_state(names))
 
     def batch(self, indices: Any, epoch: int, mark: Callable[[int], None] | None = None) -> Batch:
         """Return the collated batch of the indices; ``NO_SAMPLES`` if all of them are skipped."""

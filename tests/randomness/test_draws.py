@@ -245,6 +245,38 @@ def test_an_error_after_the_first_draw_is_that_of_the_key(executor) -> None:
         list(loader)
 
 
+class Hands(Dataset):
+    """Gives its numbers to whoever asks first, as a queue of patches does, and draws."""
+
+    def __init__(self, numbers: int, own: bool) -> None:
+        self.left, self.own = list(range(numbers))[::-1], own
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index):
+        drawn = (random.random(), np.random.rand(), torch.rand(())) if self.own else ()
+        return self.left.pop(), *drawn
+
+
+def noisy(samples):
+    """Collate, and draw."""
+    return torch.tensor([sample[0] for sample in samples]), torch.rand(()), np.random.rand()
+
+
+@pytest.mark.parametrize("collate_fn", [None, noisy])
+@pytest.mark.parametrize("own", [True, False], ids=["drawn", "not drawn"])
+@pytest.mark.parametrize(
+    ("executor", "workers"), [("inline", 0), ("workers", 1), (None, 0)], ids=str
+)
+def test_a_sample_that_draws_is_read_once(executor, workers, own, collate_fn) -> None:
+    loader = FastDataLoader(
+        Hands(24, own), 4, num_workers=workers, executor=executor, collate_fn=collate_fn
+    )
+    given = [batch[0].tolist() for batch in loader]
+    assert given == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+
+
 @pytest.mark.parametrize("dataset", [Seldom(set(range(48))), OneGeneratorAfterAnother()])
 def test_inline_leaves_the_generators_of_the_training_alone(dataset) -> None:
     batches = iter(FastDataLoader(dataset, 8, executor="inline", num_workers=0))
