@@ -364,6 +364,8 @@ def _answer(spec: LoaderSpec, questions: Questions, tell: Tell, *, as_worker: bo
             return
         tell("key", keys[0])
         dataset = Subset(dataset, keys)
+    compares = questions.cost and not spec.reads_here
+    before = _state_of(spec) if compares else None  # the first sample may change it for good
     if questions.sample:
         sample = reads_one(spec, dataset)(0)
         tell("sample", sample)
@@ -371,16 +373,26 @@ def _answer(spec: LoaderSpec, questions: Questions, tell: Tell, *, as_worker: bo
     if questions.further:
         tell("further", _further_samples(spec, dataset, questions.further))
     if questions.cost:
-        _answer_cost(spec, dataset, tell, begun=questions.sample)
+        _answer_cost(spec, dataset, tell, begun=questions.sample, before=before)
 
 
-def _answer_cost(spec: LoaderSpec, dataset: Dataset[Any], tell: Tell, *, begun: bool) -> None:
+def _state_of(spec: LoaderSpec) -> Fingerprint | None:
+    return fingerprint(spec.dataset, spec.collate_fn, within_s=_COMPARED_S)
+
+
+def _answer_cost(
+    spec: LoaderSpec,
+    dataset: Dataset[Any],
+    tell: Tell,
+    *,
+    begun: bool,
+    before: Fingerprint | None,
+) -> None:
     """Tell what a sample costs, and what else shows while some are read.
 
-    ``begun``: a sample was read before.
+    ``begun``: a sample was read before. ``before``: state of what is read, before any was.
     """
     watch, own = DrawWatch(), partial(own_states, (spec.dataset, spec.collate_fn))
-    state = partial(fingerprint, spec.dataset, spec.collate_fn, within_s=_COMPARED_S)
     collate = collate_samples if spec.default_collation else spec.collate_fn
     size = spec.batch_size or 1
     measure = partial(measure_samples, dataset, batch_size=size, collate=collate)
@@ -389,10 +401,10 @@ def _answer_cost(spec: LoaderSpec, dataset: Dataset[Any], tell: Tell, *, begun: 
         tell("draws", watch.drew() or own() != drawn)
         tell("cost", cost)
         return
-    drawn, before = own(), state()
+    drawn = own()
     if not begun:
         measure(at_most=1)  # it may import, and open files, for longer than there is time
-    cost, after = measure(), state()
+    cost, after = measure(), _state_of(spec)
     changes = before is None or before != after
     tell("draws", watch.drew() or own() != drawn)
     tell("changes", changes)

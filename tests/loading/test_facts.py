@@ -252,6 +252,24 @@ def test_what_the_first_sample_opens_is_not_taken_for_its_cost_or_for_samples_th
     assert facts.cost_again is None
 
 
+class OnFirstUse(Dataset):
+    """Is set up by its first sample, as what truncates texts is; further ones change nothing."""
+
+    is_set_up = False
+
+    def __len__(self):
+        return 400
+
+    def __getitem__(self, index):
+        self.is_set_up = True
+        return index
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_what_the_first_sample_alone_changes_is_seen_also_where_that_is_checked(checked):
+    assert inspect(OnFirstUse(), Questions(sample=checked, cost=True)).changes
+
+
 @pytest.mark.parametrize(("takes_ms", "samples"), [(0.1, 399), (0.5, 256), (8.0, 14)])
 def test_no_more_samples_are_tried_than_tell_what_one_costs(takes_ms, samples):
     with virtual_time() as time:
