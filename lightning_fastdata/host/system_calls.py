@@ -11,13 +11,14 @@ import stat
 import sys
 import threading
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from lightning_fastdata.errors import FastDataWarning, OptionsError
+from lightning_fastdata.host import clock
 
 _PR_SET_PDEATHSIG: Final = 1
 _DESCRIPTORS: Final = "/proc/self/fd"
@@ -98,6 +99,37 @@ def open_anew(files: Iterable[OpenFile]) -> None:
                     FastDataWarning,
                     stacklevel=2,
                 )
+
+
+def threads_running() -> int:
+    """Return the number of threads of this process, also of those that libraries have started."""
+    try:
+        return len(os.listdir("/proc/self/task"))  # noqa: PTH208 - only their number counts
+    except OSError:
+        return threading.active_count()
+
+
+def done_in_fork(work: Callable[[], object], *, within_s: float) -> bool:
+    """Return whether a fork of this process has done some work in time; it is then gone."""
+    parent, ends_s = os.getpid(), clock.monotonic() + within_s
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # that the fork may hang, as is tried
+        child = os.fork()
+    if not child:
+        die_with(parent)
+        with suppress(BaseException):
+            work()
+            os._exit(0)
+        os._exit(1)
+    while True:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return status == 0
+        if clock.monotonic() > ends_s:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            return False
+        clock.sleep(0.001)
 
 
 @contextmanager

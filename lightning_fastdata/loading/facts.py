@@ -88,6 +88,7 @@ _PLACES: Final = (
     "Cannot re-initialize CUDA in forked subprocess",
 )
 """Messages of Python and torch for what workers may not do, but the training process may."""
+_IN_FORK_S: Final = 1.0  # most of the time that a sample takes which a fork of a reader reads
 _COMPARED_S: Final = 0.02  # most of a CPU, before samples are read and after that
 _KEPT: Final = 0.3  # most of a sample's time to read it again, where the dataset keeps it
 _WORTH_KEEPING_MS: Final = 0.1  # least CPU time saved for a sample: less may be by chance
@@ -223,7 +224,8 @@ class DatasetFacts:
     """Whether reading drew from generators: the global ones, the dataset's or ``collate_fn``'s."""
     changes: bool = False
     """Whether reading samples has changed the dataset or ``collate_fn``, or nobody can say that it
-    has not: a counter, samples that are kept, a file that is opened."""
+    has not: a counter, samples that are kept, a file that is opened; or a process that is forked
+    from one which has read cannot read, as it lacks the threads that reading has started."""
     cost_again: SampleCost | None = None
     """Cost of reading a sample again, where that is far less as the dataset keeps samples."""
     worker_bytes: int | None = None
@@ -364,6 +366,7 @@ def _answer(spec: LoaderSpec, questions: Questions, tell: Tell, *, as_worker: bo
             return
         tell("key", keys[0])
         dataset = Subset(dataset, keys)
+    threads = system_calls.threads_running()
     compares = questions.cost and not spec.reads_here
     before = _state_of(spec) if compares else None  # the first sample may change it for good
     if questions.sample:
@@ -373,7 +376,8 @@ def _answer(spec: LoaderSpec, questions: Questions, tell: Tell, *, as_worker: bo
     if questions.further:
         tell("further", _further_samples(spec, dataset, questions.further))
     if questions.cost:
-        _answer_cost(spec, dataset, tell, begun=questions.sample, before=before)
+        unread = before, threads
+        _answer_cost(spec, dataset, tell, begun=questions.sample, unread=unread)
 
 
 def _state_of(spec: LoaderSpec) -> Fingerprint | None:
@@ -386,11 +390,12 @@ def _answer_cost(
     tell: Tell,
     *,
     begun: bool,
-    before: Fingerprint | None,
+    unread: tuple[Fingerprint | None, int],
 ) -> None:
     """Tell what a sample costs, and what else shows while some are read.
 
-    ``begun``: a sample was read before. ``before``: state of what is read, before any was.
+    ``begun``: a sample was read before. ``unread``: state of what is read, and number of threads,
+    before any was.
     """
     watch, own = DrawWatch(), partial(own_states, (spec.dataset, spec.collate_fn))
     collate = collate_samples if spec.default_collation else spec.collate_fn
@@ -401,11 +406,14 @@ def _answer_cost(
         tell("draws", watch.drew() or own() != drawn)
         tell("cost", cost)
         return
-    drawn = own()
+    drawn, (before, threads) = own(), unread
     if not begun:
         measure(at_most=1)  # it may import, and open files, for longer than there is time
     cost, after = measure(), _state_of(spec)
     changes = before is None or before != after
+    if not changes and system_calls.threads_running() > threads:
+        one = partial(measure_samples, dataset, at_most=1)
+        changes = not system_calls.done_in_fork(one, within_s=_IN_FORK_S)
     tell("draws", watch.drew() or own() != drawn)
     tell("changes", changes)
     tell("cost", cost)

@@ -12,6 +12,7 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -268,6 +269,30 @@ class OnFirstUse(Dataset):
 @pytest.mark.parametrize("checked", [True, False])
 def test_what_the_first_sample_alone_changes_is_seen_also_where_that_is_checked(checked):
     assert inspect(OnFirstUse(), Questions(sample=checked, cost=True)).changes
+
+
+POOL = ThreadPoolExecutor(2)
+"""Threads of this module, as libraries have them (those of polars, for example)."""
+
+
+class InThreads(Dataset):
+    """Reads in threads of the whole process, which the first sample starts."""
+
+    def __init__(self, waits):
+        self.waits = waits
+
+    def __len__(self):
+        return 400
+
+    def __getitem__(self, index):
+        read = POOL.submit(int, index)
+        return read.result() if self.waits else index
+
+
+def test_a_dataset_that_needs_threads_which_a_later_fork_lacks_changes_as_it_is_read():
+    assert inspect(InThreads(waits=True), Questions(cost=True)).changes
+    assert inspect(InThreads(waits=True), Questions(sample=True, cost=True)).changes
+    assert not inspect(InThreads(waits=False), Questions(sample=True, cost=True)).changes
 
 
 @pytest.mark.parametrize(("takes_ms", "samples"), [(0.1, 399), (0.5, 256), (8.0, 14)])
