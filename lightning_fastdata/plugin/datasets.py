@@ -10,7 +10,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, TypeGuard, cast
 
 import torch
 from torch.utils.data import (
@@ -104,7 +104,7 @@ def named(datasets: object, name: str) -> list[tuple[str, Any]]:
             f"{name} is the {kind} of all splits ({', '.join(datasets)}). "
             f"Return one of them: [{next(iter(datasets))!r}]."
         )
-    if isinstance(datasets, Mapping):
+    if _is_by_name(datasets):
         return [(f"{name}[{key!r}]", dataset) for key, dataset in datasets.items()]
     if isinstance(datasets, list | tuple) and _is_several(datasets):
         return [(f"{name}[{i}]", dataset) for i, dataset in enumerate(datasets)]
@@ -116,7 +116,7 @@ def in_form_of(datasets: object, values: Sequence[Any]) -> Any:
 
     ``datasets`` is one dataset, or several by name or position, but not none at all.
     """
-    if isinstance(datasets, Mapping):
+    if _is_by_name(datasets):
         return dict(zip(datasets, values, strict=True))
     return list(values) if _is_several(datasets) else values[0]
 
@@ -124,6 +124,12 @@ def in_form_of(datasets: object, values: Sequence[Any]) -> Any:
 def is_missing(datasets: object) -> bool:
     """Whether there is no dataset at all."""
     return datasets is None or (isinstance(datasets, list | tuple | dict) and len(datasets) == 0)
+
+
+def _is_by_name(datasets: object) -> TypeGuard[Mapping[Any, Any]]:
+    """Whether these are datasets by name, rather than one whose columns have names."""
+    one = isinstance(datasets, Dataset) or hasattr(type(datasets), "__getitems__")
+    return isinstance(datasets, Mapping) and not one
 
 
 def _is_several(datasets: object) -> bool:

@@ -581,3 +581,23 @@ def test_options_of_workers_say_that_there_are_none() -> None:
     data = FastDataModule.from_datasets(Numbers(), num_workers=0, prefetch_factor=4)
     (line,) = [line for line in data.explain().splitlines() if line.startswith("prefetch_factor")]
     assert line.split(maxsplit=3)[1:] == ["4", "you", "not used: no workers"]
+
+
+class NamedColumns(dict):
+    """Rows of columns that have names, of which it returns a batch, as TensorDict does."""
+
+    def __len__(self):
+        return len(self["x"])
+
+    def __getitems__(self, indices):
+        return NamedColumns({name: column[indices] for name, column in self.items()})
+
+
+def test_a_mapping_that_reads_rows_is_one_dataset():
+    data = FastDataModule.from_datasets(
+        NamedColumns(x=torch.arange(8)),
+        batch_size=4,
+        shuffle=False,
+        collate_fn=lambda rows: rows["x"],
+    )
+    assert [batch.tolist() for batch in data.train_dataloader()] == [[0, 1, 2, 3], [4, 5, 6, 7]]
