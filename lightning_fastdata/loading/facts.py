@@ -107,7 +107,7 @@ _LOOK_FOR: Final = (
 # Bounds for measuring samples
 _BUDGET_S: Final = 0.3
 _MOST_SAMPLES: Final = 1024
-_MANY_SAMPLES, _MANY_S = 256, 0.05
+_MANY_SAMPLES, _MANY_S = 256, 0.025
 """So many samples are enough once reading them has taken so many seconds: samples that take less
 are hardly measured before the caches of the CPU hold what they use."""
 _FEWEST_SAMPLES: Final = 14
@@ -668,7 +668,7 @@ def measure_samples(
     Samples from all over the dataset are read in this thread and collated, first one, then twice as
     many each time up to whole batches, until there are 1,024, or as many as in four batches, or the
     budget is spent; of a dataset that reads ahead, three whole batches, the quickest of which
-    counts. It ends after fifteen samples that take long, and alike, and after 256 that take 50 ms.
+    counts. It ends after fifteen samples that take long, and alike, and after 256 that take 25 ms.
     The first one is left out if there are others, because it opens files and imports. ``at_most``:
     greatest number of samples that are read; they are the same ones each time.
 

@@ -295,7 +295,7 @@ def test_a_dataset_that_needs_threads_which_a_later_fork_lacks_changes_as_it_is_
     assert not inspect(InThreads(waits=False), Questions(sample=True, cost=True)).changes
 
 
-@pytest.mark.parametrize(("takes_ms", "samples"), [(0.1, 399), (0.5, 256), (8.0, 14)])
+@pytest.mark.parametrize(("takes_ms", "samples"), [(0.05, 399), (0.5, 256), (8.0, 14)])
 def test_no_more_samples_are_tried_than_tell_what_one_costs(takes_ms, samples):
     with virtual_time() as time:
         data = Keeping(time, keeps=False, takes_s=takes_ms / 1000)
