@@ -92,14 +92,14 @@ def test_no_larger_size_is_tried_where_larger_ones_train_no_more_rows_a_second()
 def test_the_reason_tells_need_budget_and_what_changes():
     measure = device(GIB // 8, 20 * GIB, fixed=GIB)
     assert accumulated(256, halved(256, measure), 1).reason == (
-        "A training step on 256 rows needs more GPU memory than there is, but 19.00 GiB may be "
-        "used: the loader now gives 128 rows at a time and gradients accumulate over 2 batches. "
-        "Each optimizer step still sees 256 rows."
+        "A training step on 256 samples needs more GPU memory than there is, but 19.00 GiB may be "
+        "used: the loader now gives 128 samples at a time and gradients accumulate over 2 batches. "
+        "Each optimizer step still sees 256 samples."
     )
     assert accumulated(151, halved(151, measure), 2).reason == (
-        "A training step on 151 rows needs 19.88 GiB of GPU memory, but 19.00 GiB may be used: "
-        "the loader now gives 76 rows at a time and gradients accumulate over 4 batches. Each "
-        "optimizer step sees 304 instead of 302 rows."
+        "A training step on 151 samples needs 19.88 GiB of GPU memory, but 19.00 GiB may be used: "
+        "the loader now gives 76 samples at a time and gradients accumulate over 4 batches. Each "
+        "optimizer step sees 304 instead of 302 samples."
     )
 
 

@@ -303,9 +303,11 @@ def _few_cpus(e: Evidence) -> Finding | None:
             facts.append(f"{workers} and the training share {cpus_text(now.cpus)}")
         if now.worker_threads > 1:
             facts.append(f"a worker uses {now.worker_threads:.1f} of them while it computes")
-            threads = "one thread for each worker (torch.set_num_threads(1), cv2.setNumThreads(0) "
+            # torch has one thread in a worker, and so has OpenCV where it was imported before.
+            threads = "one thread for each worker (threadpoolctl.threadpool_limits(1) for NumPy, "
+            threads += "pyarrow.set_cpu_count(1), cv2.setNumThreads(0), in worker_init_fn)"
             alone = e.gain(replace(now, worker_threads=1.0))
-            one = Advice(text=f"{threads}in worker_init_fn)", gain=alone)
+            one = Advice(text=threads, gain=alone)
             remedy = (one, *remedy)
         if wanted is not None and wanted.workers < now.workers:
             gain = e.gain(wanted)
