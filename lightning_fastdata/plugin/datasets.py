@@ -18,7 +18,10 @@ from torch.utils.data import (
     Dataset,
     DistributedSampler,
     IterableDataset,
+    RandomSampler,
     SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
     default_collate,
     default_convert,
 )
@@ -489,13 +492,17 @@ def compare_ranks(loader: FastDataLoader, name: str, trainer: Trainer) -> None:
             f"{about} gives ranks {fewest} to {most} batches, and those with more would wait for "
             f"ever. Have it give all as many, or set Trainer(limit_train_batches={fewest})."
         )
-    drawn = getattr(sampler, "generator", None)
-    held = drawn.get_state().numpy().tobytes() if isinstance(drawn, torch.Generator) else b""
-    state = zlib.crc32(held)
+    own = getattr(sampler, "generator", None)
+    held = own.get_state().numpy().tobytes() if isinstance(own, torch.Generator) else b""
+    drawn = isinstance(sampler, RandomSampler | SubsetRandomSampler | WeightedRandomSampler)
+    seed = getattr(sampler, "seed", loader.seed if drawn else None)
+    state = zlib.crc32(held + repr(seed).encode())
     if -seams.of_ranks(trainer, -state) < seams.of_ranks(trainer, state):
         warnings.warn(
-            f"{about} has a generator that is not seeded alike on all ranks. They share out other "
-            "orders, or have that of rank 0 behind a checkpoint. Seed it by one number.",
+            f"{about} is not seeded alike on all ranks: by its generator, or as seed_everything() "
+            "had another number on each. They share out other orders, so that samples come twice "
+            "or not at all, or have the order of rank 0 behind a checkpoint. Seed it by one "
+            "number, as FastDataModule(seed=...) does.",
             FastDataWarning,
             stacklevel=2,
         )

@@ -77,12 +77,13 @@ class Seeded(DistributedSampler):
         self.generator = torch.Generator().manual_seed(self.rank)
 
 
-ODD = {"uneven": Uneven, "seeded": Seeded}
+ODD = {"uneven": Uneven, "seeded": Seeded, "shuffled": None}
 
 
 def told(folder, ranks, sampler):
-    """Write what is said of a sampler whose ranks do not fit together."""
+    """Write what is said of a sampler, or a shuffle, whose ranks do not fit together."""
     data = Module(LOADERS["inline"], batch_size=4, length=16, sampler=ODD[sampler])
+    data.seed = int(os.environ["LOCAL_RANK"]) if sampler == "shuffled" else data.seed
     file = folder / f"{sampler}-{os.environ['LOCAL_RANK']}"
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")

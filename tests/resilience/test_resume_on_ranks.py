@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from conformance.forked_ranks import launched
+from misses import each
 from resilience.resume_on_ranks import SAMPLERS, STREAMS
 from resilience.runs import first_difference, lines
 
@@ -145,10 +146,11 @@ def test_a_sampler_that_gives_some_ranks_more_batches_is_refused_on_all_of_them(
     assert "Uneven gives ranks 2 to 3 batches" in texts[0]
 
 
-def test_a_generator_that_is_not_seeded_alike_on_all_ranks_is_told_before_the_training(folder):
+@each(("case", "sampler"), [("seeded", "Seeded"), ("shuffled", "ShuffleSampler")])
+def test_ranks_that_are_not_seeded_alike_are_told_before_the_training(folder, case, sampler):
     for rank in range(2):
-        text = (folder / f"seeded-{rank}").read_text()
-        assert "Seeded has a generator that is not seeded alike on all ranks" in text
+        text = (folder / f"{case}-{rank}").read_text()
+        assert f"{sampler} is not seeded alike on all ranks" in text
 
 
 @pytest.mark.parametrize("name", STREAMS)
