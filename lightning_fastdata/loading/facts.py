@@ -52,7 +52,7 @@ from lightning_fastdata.batches.keyed import fetches_in_batches, reads_together
 from lightning_fastdata.batches.memory import pack
 from lightning_fastdata.errors import DatasetError
 from lightning_fastdata.executors.columns import rows_of
-from lightning_fastdata.executors.kinds import OPEN_CONNECTION, open_handles
+from lightning_fastdata.executors.kinds import OPEN_CONNECTION, forks, open_handles
 from lightning_fastdata.executors.pool.watches import death
 from lightning_fastdata.fingerprint import Fingerprint, fingerprint
 from lightning_fastdata.host import clock, system_calls
@@ -274,7 +274,7 @@ def inspect_dataset(spec: LoaderSpec, questions: Questions) -> DatasetFacts:
         questions = replace(questions, cost=questions.cost and gathered is None)
         as_it_is = replace(spec, worker_init_fn=None, sampler=None, batch_sampler=None)
         with kept_random_state():
-            _answer(as_it_is, questions, values.__setitem__)
+            _answer(as_it_is, questions, values.__setitem__, apart=False)
         return replace(facts, **values)
     once = given_once(spec.dataset)
     handles = open_handles(spec.dataset)
@@ -341,13 +341,20 @@ def refuse_empty(spec: LoaderSpec) -> None:
         )
 
 
-def _answer(spec: LoaderSpec, questions: Questions, tell: Tell, *, as_worker: bool = False) -> None:
+def _answer(
+    spec: LoaderSpec,
+    questions: Questions,
+    tell: Tell,
+    *,
+    as_worker: bool = False,
+    apart: bool = True,
+) -> None:
     """Read what the questions need, and tell it by the names of :class:`DatasetFacts`.
 
-    Runs where nothing else uses the dataset or its sampler. ``as_worker``: ``get_worker_info()``
-    tells of the first worker, as it does in one. ``"key"`` is the key of the first
-    sample, where a sampler gives it; ``"within"`` is what of the user's is called before samples
-    are read, as long as it is.
+    Runs where nothing else uses the dataset or its sampler, ``apart`` in a process that is thrown
+    away. ``as_worker``: ``get_worker_info()`` tells of the first worker, as it does in one.
+    ``"key"`` is the key of the first sample, where a sampler gives it; ``"within"`` is what of the
+    user's is called before samples are read, as long as it is.
     """
     dataset = spec.dataset
     if as_worker or spec.worker_init_fn is not None:
@@ -366,7 +373,9 @@ def _answer(spec: LoaderSpec, questions: Questions, tell: Tell, *, as_worker: bo
             return
         tell("key", keys[0])
         dataset = Subset(dataset, keys)
-    threads = system_calls.threads_running()
+    context = spec.options.multiprocessing_context
+    forked = apart and forks(None if context == "auto" else context)
+    threads = system_calls.threads_running() if forked else None
     compares = questions.cost and not spec.reads_here
     before = _state_of(spec) if compares else None  # the first sample may change it for good
     if questions.sample:
@@ -390,12 +399,12 @@ def _answer_cost(
     tell: Tell,
     *,
     begun: bool,
-    unread: tuple[Fingerprint | None, int],
+    unread: tuple[Fingerprint | None, int | None],
 ) -> None:
     """Tell what a sample costs, and what else shows while some are read.
 
     ``begun``: a sample was read before. ``unread``: state of what is read, and number of threads,
-    before any was.
+    before any was, where workers are forked.
     """
     watch, own = DrawWatch(), partial(own_states, (spec.dataset, spec.collate_fn))
     collate = collate_samples if spec.default_collation else spec.collate_fn
@@ -411,7 +420,7 @@ def _answer_cost(
         measure(at_most=1)  # it may import, and open files, for longer than there is time
     cost, after = measure(), _state_of(spec)
     changes = before is None or before != after
-    if not changes and system_calls.threads_running() > threads:
+    if not changes and threads is not None and system_calls.threads_running() > threads:
         one = partial(measure_samples, dataset, at_most=1)
         changes = not system_calls.done_in_fork(one, within_s=_IN_FORK_S)
     tell("draws", watch.drew() or own() != drawn)
