@@ -495,8 +495,8 @@ def compare_ranks(loader: FastDataLoader, name: str, trainer: Trainer) -> None:
     own = getattr(sampler, "generator", None)
     held = own.get_state().numpy().tobytes() if isinstance(own, torch.Generator) else b""
     drawn = isinstance(sampler, RandomSampler | SubsetRandomSampler | WeightedRandomSampler)
-    seed = getattr(sampler, "seed", loader.seed if drawn else None)
-    state = zlib.crc32(held + repr(seed).encode())
+    seed: Any = getattr(sampler, "seed", loader.seed if drawn else None)
+    state = zlib.crc32(held + (str(int(seed)).encode() if is_whole(seed) else b""))
     if -seams.of_ranks(trainer, -state) < seams.of_ranks(trainer, state):
         warnings.warn(
             f"{about} is not seeded alike on all ranks: by its generator, or as seed_everything() "

@@ -77,7 +77,21 @@ class Seeded(DistributedSampler):
         self.generator = torch.Generator().manual_seed(self.rank)
 
 
-ODD = {"uneven": Uneven, "seeded": Seeded, "shuffled": None}
+class WithMethod(DistributedSampler):
+    """Has a method of the name of a seed, which is another object on each rank."""
+
+    def __init__(self, length):
+        super().__init__(range(length))
+        self.seed = self.reseed
+
+    def reseed(self, seed):
+        pass
+
+    def __iter__(self):
+        return iter(range(self.rank, self.total_size, self.num_replicas))
+
+
+ODD = {"uneven": Uneven, "seeded": Seeded, "shuffled": None, "method": WithMethod}
 
 
 def told(folder, ranks, sampler):

@@ -153,6 +153,11 @@ def test_ranks_that_are_not_seeded_alike_are_told_before_the_training(folder, ca
         assert f"{sampler} is not seeded alike on all ranks" in text
 
 
+def test_what_is_no_number_under_the_name_of_a_seed_is_not_compared(folder):
+    for rank in range(2):
+        assert "seeded alike" not in (folder / f"method-{rank}").read_text()
+
+
 @pytest.mark.parametrize("name", STREAMS)
 def test_each_rank_goes_on_in_its_own_part_of_a_stream(folder, name):
     """The checkpoint has the state of rank 0. A loader alone is a batch ahead of its training."""
