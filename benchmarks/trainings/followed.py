@@ -18,9 +18,9 @@ def setting_of(remedy: str) -> dict[str, Any]:
 
     They are written ``LoaderOptions(...)``, ``FastDataLoader(...)`` or ``num_workers 0 -> 2``. What
     a remedy says after ``", or"`` is another one; what it says after ``", and"`` belongs to it, and
-    is no setting.
+    is no setting. Settings of the validation loader are not followed.
     """
-    changed = re.match(r"num_workers (\d+) -> (\d+)", remedy)
+    changed = re.match(r"num_workers (\d+) -> (\d+)(?!\d| for )", remedy)
     if changed:
         return {"num_workers": int(changed[2])}
     if not remedy.startswith(("LoaderOptions(", "FastDataLoader(")):

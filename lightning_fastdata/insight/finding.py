@@ -119,6 +119,8 @@ class LoaderFacts:
     persistent_workers: bool | None = None
     """Whether workers stay between epochs; None: there are none, or they must not stay, as what
     they read changes with the epochs."""
+    compared: bool = True
+    """Whether what is read was compared from epoch to epoch; it may be too large for that."""
     streamed: bool | None = None
     """Whether the dataset is an iterable one."""
     loader: str | None = None
@@ -233,6 +235,7 @@ class Advice:
 
 
 KEEP: Final = Advice(text="LoaderOptions(persistent_workers=True)", changes=("persistent_workers",))
+KEEP_UNSEEN: Final = replace(KEEP, text=f"{KEEP.text}, if your program changes nothing they read")
 PIN: Final = Advice(text="LoaderOptions(pin_memory=True)", changes=("pin_memory",))
 
 

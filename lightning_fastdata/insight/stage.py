@@ -208,11 +208,9 @@ class ReadChanges:
 
     def heeded(self, facts: LoaderFacts) -> LoaderFacts:
         """Return facts of the loader by which nothing is advised that would read what was."""
-        if not self._by:
-            return facts
-        closed = dict(facts.closed)
-        if self._by != {"unknown"}:
-            closed["cache"] = "what is read changes while it trains"
+        if self._by <= {"unknown"}:
+            return dataclasses.replace(facts, compared=not self._by)
+        closed = {**facts.closed, "cache": "what is read changes while it trains"}
         if "steps" in self._by and facts.num_workers == 0:
             closed["num_workers"] = "as steps change what is read, which workers would not see"
         kept = facts.persistent_workers or None

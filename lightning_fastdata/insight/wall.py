@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from lightning_fastdata.host import clock
 from lightning_fastdata.insight.finding import (
     KEEP,
+    KEEP_UNSEEN,
     Advice,
     Finding,
     Gain,
@@ -245,7 +246,8 @@ def _epoch_starts(e: Evidence) -> Finding | None:
     ends = e.loader.persistent_workers is False
     # A worker that is kept asks the sampler, or iterates a stream, anew all the same.
     faster = replace(_KEPT_OPEN if e.loader.streamed else _FASTER_START, joins=ends)
-    advice = (KEEP, faster) if ends else (faster,)
+    keep = KEEP if e.loader.compared else KEEP_UNSEEN
+    advice = (keep, faster) if ends else (faster,)
     if e.loaders_anew:
         what = f"loaders are made anew in the course of the training, and {what}"
         advice = (_MADE_ONCE,)

@@ -51,7 +51,8 @@ _SMALL_BYTES: Final = 256 * 2**20
 _RENEW: Final = 4
 _MIB: Final = 2**20
 MAIN: Final = (
-    'With the start methods "spawn" and "forkserver" the script needs `if __name__ == "__main__":`.'
+    'With the start methods "spawn" and "forkserver" the script needs `if __name__ == "__main__":`,'
+    " and a new process has to be able to import what it defines."
 )
 _ROUNDS: Final = 3
 """Number of tasks that each worker does in a trial."""
