@@ -193,6 +193,8 @@ class ReadChanges:
 
     def epoch_began(self, loader: object) -> None:
         """Look at what is read, when the first batch of an epoch is there."""
+        if self._by == {"unknown"} and self._read[1] is None:
+            return  # another look would take as long, and end as early
         now = _look(loader), _look(loader, with_globals=False)
         if self._epochs and None in (now[0], self._read[0]):
             self._by.add("unknown")
@@ -202,8 +204,9 @@ class ReadChanges:
 
     def first_step_ended(self, loader: object) -> None:
         """Look again. Globals are left out: a loop has some that no dataset reads."""
-        now = _look(loader, with_globals=False)
-        if None not in (now, self._read[1]) and now != self._read[1]:
+        then = self._read[1]
+        now = None if then is None else _look(loader, with_globals=False)
+        if None not in (now, then) and now != then:
             self._by.add("steps")
 
     def heeded(self, facts: LoaderFacts) -> LoaderFacts:

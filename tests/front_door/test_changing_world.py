@@ -1115,3 +1115,16 @@ def test_to_keep_workers_is_not_advised_where_they_would_read_something_else(
     assert advised in told
     assert ("persistent_workers=True" in told) is bool(advised)
     assert ("if your program" in told) is ("if your program" in advised)
+
+
+def test_what_takes_too_long_to_compare_is_not_looked_at_in_each_epoch(monkeypatch) -> None:
+    looks: list[object] = []
+
+    def look(*read: object, **how: object) -> None:
+        looks.append(read)
+
+    monkeypatch.setattr(measured, "fingerprint", look)
+    trainer = trainer_of(8, DataThroughputCallback(summary=False, report=False))
+    data = Rows(lambda own, _: own.number, number=0)
+    trainer.fit(Seen("nobody", plus_one, []), DataLoader(data, LENGTH))
+    assert 2 <= len(looks) <= 4
