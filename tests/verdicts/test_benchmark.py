@@ -34,7 +34,7 @@ def test_there_are_as_many_trainings_as_the_documentation_says():
         ),
         ("LoaderOptions(executor='workers')", {"executor": "workers"}),
         ("num_workers 0 -> 2  (2 CPUs are usable)", {"num_workers": 2}),
-        ("LoaderOptions(persistent_workers=True), if nothing changes", {"persistent_workers": True}),
+        ("LoaderOptions(persistent_workers=True), if it stays", {"persistent_workers": True}),
         ("num_workers 0 -> 12 for the validation loader", {}),
         # These ask for more than a setting.
         ("LoaderOptions(pin_memory=True), and send uint8 and normalize on the device", {}),
