@@ -27,7 +27,6 @@ import math
 import os
 import pickle
 import re
-import stat
 import sys
 import threading
 from array import array
@@ -63,6 +62,7 @@ import torch
 import xxhash
 
 from lightning_fastdata.host import clock
+from lightning_fastdata.host.system_calls import size_and_time
 from lightning_fastdata.tree import (
     bytes_of,
     closed_over,
@@ -417,7 +417,7 @@ class _Digesting(pickle.Pickler):
         """Add the size and the time of a file to the ``live`` digest."""
         if self._looked_up < _FEW:
             self._looked_up += 1
-            self._live.update(repr(self.looks.fact(_of_file, path)).encode())
+            self._live.update(repr(self.looks.fact(size_and_time, path)).encode())
 
     def _of_tensor(self, tensor: torch.Tensor) -> Iterator[object]:
         if tensor.device.type != "cpu":
@@ -684,15 +684,6 @@ def _is_python(cls: type) -> bool:
     fields = len(_slots_of(cls)) + (cls.__dictoffset__ > 0) + (cls.__weakrefoffset__ > 0)
     size = object.__basicsize__ + fields * ctypes.sizeof(ctypes.c_void_p)
     return cls.__basicsize__ == size and not cls.__itemsize__
-
-
-def _of_file(path: str) -> tuple[int, int] | None:
-    """Return size and time of the last change of a file; None: there is no such file."""
-    try:
-        status = os.stat(path)  # noqa: PTH116 - a Path would take as long as the system
-    except (OSError, ValueError):  # a text that names no file
-        return None
-    return (status.st_size, status.st_mtime_ns) if stat.S_ISREG(status.st_mode) else None
 
 
 def _of_process(_: None) -> tuple[object, ...]:

@@ -21,7 +21,6 @@ import pickle
 import random
 import re
 import shutil
-import stat
 import sys
 import tempfile
 from collections import deque
@@ -41,7 +40,7 @@ from lightning_fastdata.errors import DatasetError, OptionsError
 from lightning_fastdata.fingerprint import file_under, functions_of, is_data
 from lightning_fastdata.host import clock
 from lightning_fastdata.host.memory import read_host_memory
-from lightning_fastdata.host.system_calls import cache_folder, private_folder
+from lightning_fastdata.host.system_calls import cache_folder, private_folder, size_and_time
 from lightning_fastdata.randomness.seeds import GENERATOR_CLASSES, EpochCell
 from lightning_fastdata.sources.files import PackedStrings
 from lightning_fastdata.sources.shared import SharedList
@@ -544,7 +543,7 @@ def _existing(paths: list[str]) -> list[str]:
     """
     # At random, not at even steps, which may hit only the captions of (caption, path) pairs.
     some = random.Random(0).sample(paths, min(len(paths), 4 * _FEW))
-    return paths if next(_regular(some), None) else []
+    return paths if any(map(size_and_time, some)) else []
 
 
 def _is_folder(path: str) -> bool:
@@ -580,17 +579,14 @@ def first_changed(files: Iterable[NamedFile], at_once: int, within_s: float) -> 
     for number, file in enumerate(files):
         if number >= at_once and clock.monotonic() - began_s > within_s:
             break
-        if next(_regular([file[0]]), file) != file:
-            return file[0]
+        path, *then = file
+        if size_and_time(path) not in (None, tuple(then)):
+            return path
     return None
 
 
 def _regular(paths: Iterable[str]) -> Iterator[NamedFile]:
     for path in paths:
-        try:
-            status = os.stat(path)  # noqa: PTH116  # a Path would take as long as the system
-        except (OSError, ValueError):
-            continue  # a text that names no file
-        # Folders do not count: their status changes with anything that is written to them.
-        if stat.S_ISREG(status.st_mode):
-            yield path, status.st_size, status.st_mtime_ns
+        now = size_and_time(path)
+        if now is not None:
+            yield path, *now

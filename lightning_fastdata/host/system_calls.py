@@ -176,6 +176,19 @@ def started(process: BaseProcess) -> Iterator[None]:
             process.kill()
 
 
+def size_and_time(file: str | os.PathLike[str] | int) -> tuple[int, int] | None:
+    """Return the size of a file in bytes, and the time of its last change in ns.
+
+    By these it is seen that a file was written anew. ``file``: its path, or its descriptor. None:
+    there is no such file; a folder, whose status changes with what is written to it, is none.
+    """
+    try:
+        status = os.stat(file)  # noqa: PTH116 - a Path would take as long as the system
+    except (OSError, ValueError):  # a text that names no file
+        return None
+    return (status.st_size, status.st_mtime_ns) if stat.S_ISREG(status.st_mode) else None
+
+
 def cache_folder() -> Path:
     """Return the folder of this package's own files.
 

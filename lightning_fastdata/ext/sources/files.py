@@ -26,7 +26,7 @@ from lightning_fastdata.errors import (
     require,
 )
 from lightning_fastdata.ext.sources import PATHS, OpenedInEachProcess, Paths, as_list, each_of
-from lightning_fastdata.host.system_calls import started
+from lightning_fastdata.host.system_calls import size_and_time, started
 from lightning_fastdata.sources.files import ColdFiles, PackedStrings, begin_to_read
 from lightning_fastdata.sources.source import Raw
 
@@ -102,9 +102,9 @@ class TarSource(OpenedInEachProcess[list[int]]):
             if not self.parts:
                 raise OptionsError("parts is empty; give extensions, or leave it out.")
         found: list[Any] = []
-        self._states: list[tuple[int, int]] = []
+        self._states: list[tuple[int, int] | None] = []
         for number, path in enumerate(self.paths):
-            before = _state(path) if Path(path).is_file() else (0, 0)
+            before = size_and_time(path)
             found += _members(number, path)
             self._states.append(before)
         if self.parts is not None:
@@ -157,7 +157,8 @@ class TarSource(OpenedInEachProcess[list[int]]):
                 f"{self._name(place)} ends early: {len(data)} of {length} bytes are there. The "
                 "archive has changed since it was opened; make the source anew."
             )
-        state = _state(descriptor)  # behind the reading: by now it may be written anew in place
+        # Behind the reading: by now the archive may be written anew in place.
+        state = size_and_time(descriptor)
         if state != self._states[file]:
             path = self.paths[file]
             if (self._names[place], at) not in _members_now(file, path, state):
@@ -171,15 +172,9 @@ class TarSource(OpenedInEachProcess[list[int]]):
         return f"{self.paths[int(self._slices[place, 0])]}:{self._names[place]}"
 
 
-def _state(file: str | int) -> tuple[int, int]:
-    """Return size and time of change of a file, by which it is seen that it was written anew."""
-    status = os.stat(file)  # noqa: PTH116  # a descriptor, or a path
-    return status.st_size, status.st_mtime_ns
-
-
 @lru_cache(maxsize=8)
 def _members_now(
-    number: int, path: str, _state: tuple[int, int]
+    number: int, path: str, _state: tuple[int, int] | None
 ) -> frozenset[tuple[str, tuple[int, int, int]]]:
     """Return the members of an archive in a later state than when its source was made."""
     return frozenset(_members(number, path))

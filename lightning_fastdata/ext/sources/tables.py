@@ -22,6 +22,7 @@ from lightning_fastdata.ext.sources import (
     as_list,
     each_of,
 )
+from lightning_fastdata.host.system_calls import size_and_time
 from lightning_fastdata.sources.source import Raw
 
 if TYPE_CHECKING:
@@ -110,7 +111,8 @@ class LmdbSource(OpenedInEachProcess["lmdb.Environment"]):
 
     def recognised_by(self) -> tuple[object, ...]:
         """Return what identifies these values: size and time of the database, and the keys."""
-        return named_status(self._data_file()), self.keys
+        file = self._data_file()
+        return (str(file), *(size_and_time(file) or ())), self.keys
 
     def _data_file(self) -> Path:
         place = Path(self.path)
@@ -374,7 +376,7 @@ class ZarrSource(_Rows["Callable[[str, int], NDArray[Any]]"]):
         """Return what identifies these arrays: their names, and size and time of their files."""
         place = Path(self.path)
         found = islice(sorted(place.rglob("*")), _MOST_FILES) if place.is_dir() else [place]
-        files = [named_status(path) for path in found if path.exists()]
+        files = [(str(path), *now) for path in found if (now := size_and_time(path)) is not None]
         if not files:
             warnings.warn(
                 f"A cache knows {self.path} by its name alone: if it changes, old rows may be "
@@ -400,12 +402,6 @@ def _common_length(path: str, lengths: dict[str, int]) -> int:
     if len(set(lengths.values())) > 1:
         raise DatasetError(f"The arrays of {path} differ in length: {lengths}. Name others.")
     return next(iter(lengths.values()))
-
-
-def named_status(path: Path) -> tuple[str, int, int]:
-    """Return path, size and time of change of a file, by which a cache knows it."""
-    status = path.stat()
-    return os.fspath(path), status.st_size, status.st_mtime_ns
 
 
 def imported(name: str, asked: str) -> ModuleType:
