@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from typing import Any
 
 
@@ -99,6 +100,12 @@ def check(name: str, value: object, fine: bool, allowed: str) -> None:
     """Raise an :class:`OptionsError` that names the option and its value, unless it is fine."""
     if not fine:
         raise OptionsError(f"{name} is {value!r}; allowed are {allowed}.")
+
+
+def check_among(name: str, value: object, allowed: Iterable[str]) -> None:
+    """Raise an :class:`OptionsError` unless a value is one of the allowed texts."""
+    fine = isinstance(value, str) and value in allowed
+    check(name, value, fine, ", ".join(map(repr, allowed)))
 
 
 def check_callable(name: str, value: object, takes: str) -> None:

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from lightning_fastdata.device.backend import default_type, device_of
 from lightning_fastdata.device.prefetch import Prefetched
-from lightning_fastdata.errors import OptionsError
+from lightning_fastdata.errors import OptionsError, check_among
 from lightning_fastdata.host.cpu import read_cpu_limit
 from lightning_fastdata.host.machine import describe_machine, read_versions
 from lightning_fastdata.insight.finding import LoaderFacts, class_of_settings, read_loader
@@ -85,8 +85,7 @@ class StepTimer:
             OptionsError: There is no such stage, or the loader cannot be iterated; when it is
                 iterated: another loader of this stage has been begun since.
         """
-        if stage not in STAGES:
-            raise OptionsError(f"stage={stage!r} is none of {', '.join(STAGES)}.")
+        check_among("stage", stage, STAGES)
         if not isinstance(loader, Iterable):
             raise OptionsError(
                 f"batches() got {loader!r} for a loader, which cannot be iterated; pass a "

@@ -594,7 +594,7 @@ def test_a_device_that_this_machine_does_not_have_is_refused():
 
 
 def test_an_unknown_stage_and_what_cannot_be_iterated_are_refused():
-    with pytest.raises(OptionsError, match="'training' is none of train, val"):
+    with pytest.raises(OptionsError, match="'training'; allowed are 'train', 'val'"):
         StepTimer("cpu").batches([], stage="training")
     with pytest.raises(OptionsError, match="cannot be iterated"):
         StepTimer("cpu").batches(3)

@@ -28,6 +28,8 @@ from lightning_fastdata.errors import (
     DatasetError,
     FastDataWarning,
     OptionsError,
+    check,
+    check_among,
     is_number,
     printable,
 )
@@ -83,18 +85,12 @@ class BadSamples:
     """File to which bad samples are written, one JSON object a line; None: none."""
 
     def __post_init__(self) -> None:
-        if self.policy not in POLICIES:
-            known = ", ".join(map(repr, POLICIES))
-            raise OptionsError(f"on_bad_sample is {self.policy!r}; allowed are {known}.")
-        share = self.budget_share
-        if isinstance(share, bool) or not is_number(share) or not 0 <= share <= 1:
-            raise OptionsError(f"budget_share is {share!r}; allowed are shares from 0 to 1.")
-        if not isinstance(self.quarantine_file, str | os.PathLike | None) or (
-            self.quarantine_file == ""
-        ):
-            raise OptionsError(
-                f"quarantine_file is {self.quarantine_file!r}; allowed are None and a path."
-            )
+        check_among("on_bad_sample", self.policy, POLICIES)
+        share, file = self.budget_share, self.quarantine_file
+        fine = is_number(share) and not isinstance(share, bool) and 0 <= share <= 1
+        check("budget_share", share, fine, "shares from 0 to 1")
+        fine = isinstance(file, str | os.PathLike | None) and file != ""
+        check("quarantine_file", file, fine, "None and a path")
 
     @classmethod
     def of(cls, given: BadSamplePolicy | BadSamples) -> BadSamples:

@@ -18,6 +18,7 @@ from lightning_fastdata.errors import (
     OptionsError,
     TransformError,
     check,
+    check_among,
     check_callable,
     is_number,
     is_whole,
@@ -35,11 +36,6 @@ class LeftOpen(float):
 _START_METHODS: Final = ("auto", "fork", "spawn", "forkserver")
 _OF_WORKERS: Final = ("prefetch_factor", "persistent_workers", "multiprocessing_context")
 """Options that torch refuses for a loader without workers."""
-
-
-def check_among(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    """Raise an :class:`OptionsError` unless the value is one of the allowed ones."""
-    check(name, value, value in allowed, ", ".join(map(repr, allowed)))
 
 
 def check_loader(

@@ -19,6 +19,7 @@ from lightning_fastdata.errors import (
     DatasetError,
     OptionsError,
     check,
+    check_among,
     checked_seed,
     is_number,
 )
@@ -186,8 +187,7 @@ class BucketBatchSampler(BatchSampler):
         if not is_number(padding, above=0) or padding >= 1:
             raise OptionsError(f"padding is {padding!r}; give a share above 0 and below 1.")
         check("drop_last", drop_last, isinstance(drop_last, bool), "True and False")
-        fine = isinstance(cost, str) and cost in _POWERS
-        check("cost", cost, fine, ", ".join(map(repr, _POWERS)))
+        check_among("cost", cost, _POWERS)
         if rank is not None and num_replicas is None:
             raise OptionsError(f"rank is {rank!r}, and there is no num_replicas. Give both.")
         if rank is not None:

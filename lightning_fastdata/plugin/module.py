@@ -26,6 +26,7 @@ from lightning_fastdata.errors import (
     FastDataWarning,
     OptionsError,
     check,
+    check_among,
     check_callable,
     checked_seed,
     is_whole,
@@ -38,13 +39,7 @@ from lightning_fastdata.loading.facts import (
     refuse_empty,
 )
 from lightning_fastdata.loading.loader import FastDataLoader, Training
-from lightning_fastdata.loading.options import (
-    Auto,
-    LoaderOptions,
-    check_among,
-    check_dataset,
-    given_options,
-)
+from lightning_fastdata.loading.options import Auto, LoaderOptions, check_dataset, given_options
 from lightning_fastdata.loading.plan_for import LoaderPlan, LoaderSpec, plan_for
 from lightning_fastdata.loading.position import VERSION, Place, Position, of_other_rank
 from lightning_fastdata.loading.source import tuner_for

@@ -18,9 +18,8 @@ from lightning_fastdata.batches.staged import StagedBatch, batch_samples, move
 from lightning_fastdata.device.backend import reads_page_locked
 from lightning_fastdata.device.prefetch import BATCHES_AHEAD, Crossing, OneAhead, SideLane
 from lightning_fastdata.device.shared_draws import told_of_shared_draws
-from lightning_fastdata.errors import FastDataWarning, TransformError
+from lightning_fastdata.errors import FastDataWarning, TransformError, check_among
 from lightning_fastdata.loading.loader import PIPELINE_CHANGED
-from lightning_fastdata.loading.options import check_among
 from lightning_fastdata.loading.position import StateWatch
 from lightning_fastdata.plugin import seams
 from lightning_fastdata.randomness.seeds import derived_seed

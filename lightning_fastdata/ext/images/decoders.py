@@ -42,7 +42,14 @@ from typing import TYPE_CHECKING, ClassVar, Final, Literal, NamedTuple, TypeAlia
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_fastdata.errors import DatasetError, FastDataWarning, OptionsError, check, require
+from lightning_fastdata.errors import (
+    DatasetError,
+    FastDataWarning,
+    OptionsError,
+    check,
+    check_among,
+    require,
+)
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -192,10 +199,7 @@ def choose_decoder(name: DecoderName = "auto") -> Decoder:
         MissingPackageError: If Pillow, which every decoder needs, is not installed.
     """
     require("PIL", extra="images", what="Decoding images")
-    if name not in get_args(DecoderName):
-        raise OptionsError(
-            f"Unknown decoder {name!r}; choose one of {', '.join(get_args(DecoderName))}."
-        )
+    check_among("decoder", name, get_args(DecoderName))
     try:
         return Decoder() if name == "pillow" else _SimpleJpegDecoder()
     except (ImportError, OSError) as error:

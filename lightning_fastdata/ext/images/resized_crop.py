@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias, ge
 
 import numpy as np
 
-from lightning_fastdata.errors import OptionsError, check, is_number, is_whole
+from lightning_fastdata.errors import OptionsError, check, check_among, is_number, is_whole
 from lightning_fastdata.ext.images.decoders import Box, Picture, Pixels, Scale
 from lightning_fastdata.types import SampleKey
 
@@ -52,9 +52,8 @@ class CropRule:
     resize: int | None = None
 
     def __post_init__(self) -> None:
-        flip, resize, crops = self.horizontal_flip, self.resize, get_args(Crop)
-        if self.crop not in crops:
-            raise OptionsError(f"Unknown crop {self.crop!r}; choose one of {', '.join(crops)}.")
+        flip, resize = self.horizontal_flip, self.resize
+        check_among("crop", self.crop, get_args(Crop))
         check("size", self.size, is_whole(self.size, 1), "whole numbers of pixels from 1")
         for name, pair in (("scale", self.scale), ("ratio", self.ratio)):
             check(name, pair, _is_range(pair), "pairs (min, max) with 0 < min <= max")
@@ -199,10 +198,7 @@ def settle_resample(resample: Resample, crop: Crop) -> Resample:
 
     A model that is evaluated on pixels resized in another way loses real points of accuracy.
     """
-    if resample not in get_args(Resample):
-        raise OptionsError(
-            f"Unknown resample {resample!r}; choose one of {', '.join(get_args(Resample))}."
-        )
+    check_among("resample", resample, get_args(Resample))
     return "exact" if resample == "auto" and crop != "random_resized" else resample
 
 
