@@ -161,7 +161,7 @@ def test_views_of_a_cache_can_not_be_written_to(root, tmp_path):
     all_of(kept)
     picture = kept.pictures.open(0)
     assert isinstance(picture, StoredPicture)
-    assert not picture.decode().flags.writeable
+    assert not picture.pixels.flags.writeable
 
 
 def test_samples_that_are_others_in_each_epoch_are_refused(root, tmp_path):

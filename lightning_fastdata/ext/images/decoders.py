@@ -588,17 +588,17 @@ class EncodedImage:
         except ValueError as error:
             raise _damaged(self.path, self.decoder, error) from error
 
-    def decode_part(self, box: Box, scale: Scale = 1) -> Pixels:
+    def part(self, box: Box, scale: Scale = 1, *, whole: bool = False) -> Pixels:
         """Return ``decode(scale=scale)`` within ``box``, decoding less than that where possible.
 
-        Damage outside the box may stay unseen.
+        Damage outside the box may then stay unseen; with ``whole`` the picture is decoded whole.
 
         Raises:
             DatasetError: If the data is damaged where it was read.
         """
         top, left, height, width = box
         rows, columns = -(-self.height // scale), -(-self.width // scale)
-        if (height < rows or width < columns) and self.scalable:
+        if (height < rows or width < columns) and self.scalable and not whole:
             parts = region_decoder() if self.decoder.name == "simplejpeg" else None
             pixels = None if parts is None else parts.decode(self.data, box, scale)
             if pixels is not None:
@@ -628,18 +628,14 @@ class StoredPicture:
         """Whether decoding at a scale above 1 is cheaper than decoding fully."""
         return False
 
-    def decode(self, *, scale: Scale = 1) -> Pixels:  # noqa: ARG002 - which is 1
-        """Return the picture, ``[height, width, 3]`` uint8 RGB."""
-        return self.pixels
-
-    def decode_part(self, box: Box, scale: Scale = 1) -> Pixels:  # noqa: ARG002 - which is 1
-        """Return a view of the picture's pixels within ``box``."""
+    def part(self, box: Box, _scale: Scale = 1, *, whole: bool = False) -> Pixels:  # noqa: ARG002
+        """Return a view of the pixels within ``box``; the scale is always 1."""
         top, left, height, width = box
         return self.pixels[top : top + height, left : left + width]
 
 
 Picture: TypeAlias = "EncodedImage | StoredPicture"
-"""A picture whose size is known, and that can be decoded."""
+"""A picture whose size is known, and whose pixels can be had in part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -742,7 +738,7 @@ def decode_crop(
             f"The box (top, left, height, width) = {whole} is not within the picture of "
             f"{image.height} x {image.width} pixels (height x width)."
         )
-    return image.decode_part(Box(top, left, height, width))
+    return image.part(Box(top, left, height, width))
 
 
 def _open_at_once(path: str, flags: int) -> int:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias, ge
 import numpy as np
 
 from lightning_fastdata.errors import OptionsError, check, check_among, is_number, is_whole
-from lightning_fastdata.ext.images.decoders import Box, Picture, Pixels, Scale
+from lightning_fastdata.ext.images.decoders import Box, EncodedImage, Picture, Pixels, Scale
 from lightning_fastdata.types import SampleKey
 
 if TYPE_CHECKING:
@@ -217,12 +217,7 @@ def render(
     Raises:
         DatasetError: If the file is damaged.
     """
-    box = scaled_box(placement.box, plan.scale)
-    if whole:
-        top, left, height, width = box
-        pixels = image.decode(scale=plan.scale)[top : top + height, left : left + width]
-    else:
-        pixels = image.decode_part(box, plan.scale)
+    pixels = image.part(scaled_box(placement.box, plan.scale), plan.scale, whole=whole)
     _, rows, columns, top, left, flip = placement
     if out.shape[:2] == (rows, columns) and not flip:
         resize(pixels, rows, columns, plan.filter, out)
@@ -275,7 +270,7 @@ def resize(
     return linear
 
 
-def shrunk(image: Picture, shorter_side: int | None) -> Pixels:
+def shrunk(image: EncodedImage, shorter_side: int | None) -> Pixels:
     """Return a whole picture, its shorter side shrunk to ``shorter_side`` pixels; None: as it is.
 
     It is decoded at the largest divisor that leaves a factor of at least 1, as in
