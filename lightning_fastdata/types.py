@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import (
@@ -61,14 +61,6 @@ class SetsEpoch(Protocol):
 
     def set_epoch(self, epoch: int) -> object:
         """Set the number of the epoch that comes next, counted from 0."""
-
-
-@runtime_checkable
-class StoredInBlocks(Protocol):
-    """A dataset or source that states which of its samples are stored, and read, together."""
-
-    def block_starts(self) -> Sequence[int] | None:
-        """Return the first sample of each block, increasing from 0; None: blocks are not known."""
 
 
 def has_own_order(dataset: object) -> bool:

@@ -17,6 +17,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Final, NamedTuple
 
+import psutil
+
 from lightning_fastdata.errors import FastDataWarning, OptionsError
 from lightning_fastdata.host import clock
 
@@ -103,10 +105,7 @@ def open_anew(files: Iterable[OpenFile]) -> None:
 
 def threads_running() -> int:
     """Return the number of threads of this process, also of those that libraries have started."""
-    try:
-        return len(os.listdir("/proc/self/task"))  # noqa: PTH208 - only their number counts
-    except OSError:
-        return threading.active_count()
+    return int(psutil.Process().num_threads())
 
 
 def done_in_fork(work: Callable[[], object], *, within_s: float) -> bool:

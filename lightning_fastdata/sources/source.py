@@ -14,7 +14,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from lightning_fastdata.errors import DatasetError, check, is_number, printable
 from lightning_fastdata.tree import has_method
-from lightning_fastdata.types import Batch, StoredInBlocks
+from lightning_fastdata.types import Batch
 
 Raw: TypeAlias = "bytes | memoryview | Mapping[str, Any]"
 """A record as it is stored; if it has several parts or columns, these by name."""
@@ -132,7 +132,8 @@ class SourceDataset(Dataset[Any]):
 
     def block_starts(self) -> Sequence[int] | None:
         """Return the first sample of each block that the source stores; None: it states none."""
-        return self.source.block_starts() if isinstance(self.source, StoredInBlocks) else None
+        source: Any = self.source
+        return source.block_starts() if has_method(source, "block_starts") else None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_reads": None}
