@@ -69,7 +69,7 @@ def test_a_roomy_machine_has_nothing_to_complain_of():
         (cpus(1), memory(), True, "1 usable CPU is few"),
         (cpus(16), memory(shm_free_bytes=64 * 2**20), True, "/dev/shm has 64 MiB free. torch's"),
         (cpus(16), memory(open_files_soft=1024, open_files_hard=4096), True, "ulimit -n 4096"),
-        (cpus(16), memory(cgroup_available_bytes=GIB), True, "1.0 GiB of memory"),
+        (cpus(16), memory(cgroup_available_bytes=GIB), True, "1.00 GiB of memory"),
     ],
 )
 def test_each_limit_is_named_with_its_value(cpu, held, has_gpu, said):
@@ -84,8 +84,8 @@ def test_gpus_and_a_container_s_share_of_the_memory_are_shown():
         gpus=[("A GPU", DeviceMemory(free_bytes=10 * GIB, total_bytes=16 * GIB))],
         versions={},
     )
-    assert "A GPU, 10.0 GiB of 16.0 GiB free" in text
-    assert "8.0 GiB available in this container, 64.0 GiB on the machine" in text
+    assert "A GPU, 10.00 GiB of 16.00 GiB free" in text
+    assert "8.00 GiB available in this container, 64.00 GiB on the machine" in text
 
 
 @pytest.mark.parametrize("name", ["compair", "tune"])

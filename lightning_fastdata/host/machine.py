@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from lightning_fastdata.errors import VersionError
 from lightning_fastdata.host.cpu import CpuLimit, read_cpu_limit
-from lightning_fastdata.host.memory import DeviceMemory, HostMemory
+from lightning_fastdata.host.memory import DeviceMemory, HostMemory, size_text
 
 if TYPE_CHECKING:
     import torch
@@ -88,11 +88,11 @@ def doctor_text(
     upper = "no upper limit" if hard is None else f"up to {hard}"
     left = memory.cgroup_available_bytes
     contained = left is not None and left <= memory.ram_available_bytes
-    whole = f" in this container, {_size(memory.ram_available_bytes)} on the machine"
+    whole = f" in this container, {size_text(memory.ram_available_bytes)} on the machine"
     rows = [
         ("CPUs", cpu.reason),
-        ("memory", f"{_size(memory.available_bytes)} available{whole if contained else ''}"),
-        ("/dev/shm", "none on this system" if shm is None else f"{_size(shm)} free"),
+        ("memory", f"{size_text(memory.available_bytes)} available{whole if contained else ''}"),
+        ("/dev/shm", "none on this system" if shm is None else f"{size_text(shm)} free"),
         ("open files", "no limit" if soft is None else f"{soft} ({upper})"),
         *((f"GPU {index}", _gpu_text(*gpu)) for index, gpu in enumerate(gpus)),
         *([] if gpus else [("GPU", "none that this torch can use; training runs on the CPU")]),
@@ -108,7 +108,7 @@ def doctor_text(
 def _gpu_text(name: str, held: DeviceMemory | None) -> str:
     if held is None:
         return f"{name}, whose driver does not tell its memory"
-    return f"{name}, {_size(held.free_bytes)} of {_size(held.total_bytes)} free"
+    return f"{name}, {size_text(held.free_bytes)} of {size_text(held.total_bytes)} free"
 
 
 def loading_limits(*, cpu: CpuLimit, memory: HostMemory, has_gpu: bool) -> Iterator[str]:
@@ -133,9 +133,9 @@ def loading_limits(*, cpu: CpuLimit, memory: HostMemory, has_gpu: bool) -> Itera
         )
     if memory.shm_free_bytes is not None and memory.shm_free_bytes < 512 * _MIB:
         yield (
-            f"/dev/shm has {_size(memory.shm_free_bytes)} free. torch's own workers hand batches "
-            "over there (a plain DataLoader has them), and die of a bus error when it is full; "
-            'cache="ram" needs it, too. Start the container with --shm-size=8g or --ipc=host.'
+            f"/dev/shm has {size_text(memory.shm_free_bytes)} free. torch's own workers hand "
+            "batches over there (a plain DataLoader has them), and die of a bus error when it is "
+            'full; cache="ram" needs it, too. Start the container with --shm-size=8g or --ipc=host.'
         )
     if memory.open_files_soft is not None and memory.open_files_soft < 4096:
         raised = min(_ENOUGH_OPEN_FILES, memory.open_files_hard or _ENOUGH_OPEN_FILES)
@@ -146,15 +146,9 @@ def loading_limits(*, cpu: CpuLimit, memory: HostMemory, has_gpu: bool) -> Itera
         )
     if memory.available_bytes < 2 * _GIB:
         yield (
-            f"{_size(memory.available_bytes)} of memory are available; every worker process takes "
-            "a share of them. Free some, or use fewer workers (LoaderOptions(num_workers=1))."
+            f"{size_text(memory.available_bytes)} of memory are available; every worker process "
+            "takes a share of them. Free some, or use fewer workers (LoaderOptions(num_workers=1))."
         )
-
-
-def _size(size_bytes: int) -> str:
-    if size_bytes >= _GIB:
-        return f"{size_bytes / _GIB:.1f} GiB"
-    return f"{size_bytes / _MIB:.0f} MiB"
 
 
 def read_gpus() -> list[tuple[str, DeviceMemory | None]]:

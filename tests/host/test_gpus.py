@@ -65,5 +65,5 @@ def test_the_doctor_opens_no_context_on_a_gpu(driver, monkeypatch, capsys):
     driver()
     main(["doctor"])
     said = capsys.readouterr().out
-    assert "NVIDIA H100 80GB HBM3, 68.4 GiB of 79.6 GiB free" in said
+    assert "NVIDIA H100 80GB HBM3, 68.36 GiB of 79.65 GiB free" in said
     assert "NVIDIA GB10, whose driver does not tell its memory" in said
