@@ -68,14 +68,18 @@ _FORMS_TRIED: Final = 16
 """Number of samples whose forms decide whether all samples are stored as rows of columns."""
 _FILLED_AT_ONCE: Final = 32
 _TRIED: Final = 8
+"""Number of samples that are made twice, to see whether they draw, and compared with a cache."""
+_FLAGS: Final = ("compared", "cannot be used", "full", "changed", "other pixels")
+"""What is known of a cache as a whole; each has a flag, behind those of the samples."""
 _CHANGED: Final = (
     "The program has changed {name}, of which the cache {folder} has samples as they were before. "
     "From here on they are made each time, and none is kept. To keep them, leave the dataset as it "
     "is: what changes can be the transform of a CachedDataset, or a dataset around it."
 )
-_MOST: Final = 32
-_FEWEST: Final = 4
-_READS_OF_EACH: Final = 5  # about how often a sample that is measured is read
+_MEASURED: Final = (4, 32)
+"""Fewest and most samples on which the gain of a cache is measured."""
+_READS_OF_EACH: Final = 5
+"""About how often a sample that is measured is read."""
 _BUDGET_S: Final = 2.0
 _ROUNDS: Final = 3
 """Number of timed readings; the quickest counts, as other programs can only add time."""
@@ -175,8 +179,7 @@ class CachedDataset(Dataset[Any]):
         """Length of the dataset when the cache was made, and so of the cache's files."""
         self.ranks = ranks_on_host(os.environ)
         """Training processes on this host, each of which has a cache of its own in memory."""
-        # More flags than samples: the cache was compared, and each of four warnings was given.
-        self._known = SharedFlags(self._length + 5)
+        self._known = SharedFlags(self._length + len(_FLAGS))
         self._file: SampleFile | None = None
         self._compared = False
         self._columns: list[NDArray[Any]] | None = None
@@ -188,7 +191,7 @@ class CachedDataset(Dataset[Any]):
         """What identifies each attribute, where the dataset comes to hold an open file, say."""
         self._state = fingerprint(self.dataset, with_globals=False)
         """Fingerprint of the dataset when last found unchanged; None: it cannot be compared."""
-        self._files = _mixed(files)
+        self._files = _shuffled(files)
         """Files that the dataset names, as they were when the cache was made."""
         self._noticed: int | None = None
         """Id of the process that has looked for a change; None: none has."""
@@ -359,9 +362,9 @@ class CachedDataset(Dataset[Any]):
             with made_by_one(self.folder):
                 # Another process may have been there first.
                 file = self._existing() or self._create()
-        if self._length not in self._known:
+        if self._flag("compared") not in self._known:
             self._compare(file)
-            self._known.add(self._length)
+            self._known.add(self._flag("compared"))
         return file
 
     def _existing(self) -> SampleFile | None:
@@ -387,14 +390,17 @@ class CachedDataset(Dataset[Any]):
             raise error
         self._given_up = True
         self._tell_once(
-            self._length + 1,
+            "cannot be used",
             f"The samples are made each time, as no cache can be used (cache='auto'): {error}",
         )
 
-    def _tell_once(self, flag: int, text: str) -> None:
-        """Warn, if no process that shares this cache object has set the flag."""
-        if flag not in self._known:
-            self._known.add(flag)
+    def _flag(self, what: str) -> int:
+        return self._length + _FLAGS.index(what)
+
+    def _tell_once(self, what: str, text: str) -> None:
+        """Warn, unless one of the processes that share this cache object has set the flag."""
+        if self._flag(what) not in self._known:
+            self._known.add(self._flag(what))
             warnings.warn(text, FastDataWarning, stacklevel=4)
 
     def _create(self) -> SampleFile:
@@ -443,7 +449,7 @@ class CachedDataset(Dataset[Any]):
             self._full = True
             said = getattr(error, "strerror", None) or error
             self._tell_once(
-                self._length + 2,
+                "full",
                 f"No more samples are written to the cache {self.folder}: {said}. They are "
                 "made each time. Make room there, or give another folder.",
             )
@@ -478,7 +484,7 @@ class CachedDataset(Dataset[Any]):
         self._given_up = True
         what = f" ({other} is no longer as it was)" if other is not None else ""
         name = f"{type(self.dataset).__name__}{what}"
-        self._tell_once(self._length + 3, _CHANGED.format(name=name, folder=self.folder))
+        self._tell_once("changed", _CHANGED.format(name=name, folder=self.folder))
 
     def _is_recognised(self, now: Fingerprint | None) -> bool:
         """Return whether another run would recognise the dataset in its present state.
@@ -490,7 +496,7 @@ class CachedDataset(Dataset[Any]):
         found = _identity_if_any(self.dataset, files)
         if found is not None and self._identity is not None:
             if found == self._identity:
-                self._files = self._files or _mixed(files)  # a copy knows none at first
+                self._files = self._files or _shuffled(files)  # a copy knows none at first
             return found == self._identity
         # It holds an open file, say, or has done so. All else is compared.
         if now is not None and self._state is not None:
@@ -540,7 +546,7 @@ def was_given_up(dataset: object) -> bool:
     return any(cache._given_up for cache in caches_in(dataset))
 
 
-def _mixed(files: list[NamedFile]) -> list[NamedFile]:
+def _shuffled(files: list[NamedFile]) -> list[NamedFile]:
     """Return files in an order of which any beginning comes from all over the dataset."""
     return random.Random(0).sample(files, len(files))
 
@@ -744,7 +750,8 @@ def measure_gain(dataset: Dataset[Any], folder: str) -> CacheGain:
         _each_ms(dataset, [0])  # opens files that are opened only once
         one_s = _each_ms(dataset, [0]) / 1000
         fitting = int(_BUDGET_S / max(one_s * _READS_OF_EACH, 1e-9))
-        indices = tried_indices(count, min(_MOST, max(_FEWEST, fitting), count))
+        fewest, most = _MEASURED
+        indices = tried_indices(count, min(most, max(fewest, fitting), count))
         made_ms = min(_each_ms(dataset, indices) for _ in range(2))
         cached = with_cache(Subset(dataset, indices), folder)
         cache = cache_of(cached)

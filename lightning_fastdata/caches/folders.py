@@ -59,16 +59,19 @@ CacheFolder: TypeAlias = str | os.PathLike[str]
 
 _WORDS: Final = ("disk", "ram")
 _ALIKE: Final = 0.75
+"""Least likeness to a word, 0 to 1, for which a text counts as that word misspelt."""
 _SHARED_MEMORY: Final = Path("/dev/shm")
 _ADDRESS: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 _MOST_FILES: Final = 20_000
 """Most files whose size and time are read; of a longer list, this many evenly spread over it."""
 _LONGEST_PATH: Final = 1020
 _DEPTH: Final = 4
+"""Number of containers within one another that are looked into for names of files."""
 _TEXTS: Final = (str, bytes, os.PathLike)
 _CLOSED: Final = (*HOLD_NOTHING, type, ModuleType)
 """Classes of objects that are not looked into for names of files."""
 _FEW: Final = 16
+"""Most texts of an attribute among which names of folders are looked for."""
 
 
 def check_folder(folder: object, words: Sequence[str] = _WORDS) -> None:
@@ -441,18 +444,18 @@ def named_files(dataset: object) -> Iterator[NamedFile]:
     ``names=["0001", ...]``. If only a folder is named, no file counts: others may write there.
     """
     parts = list(datasets_in(dataset))
-    seen = set(map(id, parts))
+    looked_into = set(map(id, parts))
     for part in parts:
         held = (*_attributes(part), *_settings(part))
-        groups = [list(_texts(value, _DEPTH, seen)) for value in held]
+        groups = [list(_texts(value, _DEPTH, looked_into)) for value in held]
         single = [text for group in groups if len(group) <= _FEW for text in group]
         folders = [text for text in dict.fromkeys(single) if _is_folder(text)]
         names: dict[str, None] = {}
-        told: dict[str, None] = {}
+        yielded: set[str] = set()
         for group in groups:
             paths = _existing(group)
-            yield from _regular([path for path in paths if path not in told])
-            told |= dict.fromkeys(paths)
+            yield from _regular([path for path in paths if path not in yielded])
+            yielded.update(paths)
             if not paths:
                 names |= dict.fromkeys(group)
         yield from _regular(_in_folders(folders, [name for name in names if name not in folders]))

@@ -416,7 +416,7 @@ class ImageCache(CachedDataset):
         if not whole or plan_resample(placement, resample, scalable=True).scale == 1:
             return
         if pictures.samples[index].lower().endswith((".jpg", ".jpeg")):
-            self._tell_once(self._length + 4, _OTHER_PIXELS)
+            self._tell_once("other pixels", _OTHER_PIXELS)
 
 
 class _Pictures(Dataset[NDArray[np.uint8]]):
