@@ -52,7 +52,7 @@ def collate_samples(samples: Sequence[Any]) -> Batch:
 
 def _collate_samples(samples: Sequence[Any], collate_fields: Collate) -> Batch:
     try:
-        return _collate_but_notes(samples, collate_fields)
+        return _collate_without_notes(samples, collate_fields)
     except (TypeError, RuntimeError, ValueError, KeyError) as error:
         raise BatchError(
             f"These {len(samples)} samples cannot be made into one batch: "
@@ -126,8 +126,11 @@ def _stack(samples: Batch, *, collate_fn_map: CollateMap | None = None) -> Batch
     return torch.stack(samples)
 
 
-def in_own_side_process() -> None:
-    """Have this process collate into its own memory, since torch will not move its batches."""
+def use_own_memory() -> None:
+    """Have this process collate into its own memory, as a side process whose batches we pack.
+
+    In a worker, torch would collate into new shared memory.
+    """
     global _default  # noqa: PLW0603  # a property of the process
     _default = collate_privately
 
@@ -146,7 +149,7 @@ def for_writing(collate_fn: Collate) -> Collate:
     if collate_fn is collate_samples:
         fields_late = partial(_collate_late, otherwise=_collate)
         return partial(_collate_samples, collate_fields=fields_late)
-    if isinstance(collate_fn, HandsOn):
+    if isinstance(collate_fn, AroundCollate):
         return collate_fn.for_writing()
     return collate_fn
 
@@ -182,7 +185,8 @@ def _stack_late(samples: Batch, *, collate_fn_map: CollateMap | None = None) -> 
     return LateStack(samples) if late else _stack(samples, collate_fn_map=collate_fn_map)
 
 
-def _collate_but_notes(samples: Sequence[Any], collate_fields: Collate) -> Batch:
+def _collate_without_notes(samples: Sequence[Any], collate_fields: Collate) -> Batch:
+    """Return the batch of samples; notes of an Albumentations pipeline in them become lists."""
     first = samples[0]
     notes = [key for key in first if is_note(key, first[key])] if type(first) is dict else []
     if not notes:
@@ -217,12 +221,12 @@ def _holds_dataclass(sample: object) -> bool:
     return isinstance(sample, list | tuple) and any(_holds_dataclass(value) for value in sample)
 
 
-class HandsOn(ABC):
-    """A collation that hands most batches on as ``collate_fn`` makes them."""
+class AroundCollate(ABC):
+    """A collation around another one, ``collate_fn``, which makes the batch itself."""
 
     def __init__(self, collate_fn: Collate) -> None:
         self.collate_fn = collate_fn
-        self._collate_handed_on = collate_fn
+        self._collate_inside = collate_fn
 
     @abstractmethod
     def __call__(self, samples: Batch) -> Batch:
@@ -231,24 +235,24 @@ class HandsOn(ABC):
     def for_writing(self) -> Self:
         """Return the same for batches that are packed next; see :func:`for_writing`."""
         late = copy(self)
-        late._collate_handed_on = for_writing(self.collate_fn)
+        late._collate_inside = for_writing(self.collate_fn)
         return late
 
 
 def uncollatable(sample: object) -> str | None:
     """Return what in a sample torch cannot collate by default, and what to do; None: nothing."""
-    found = _stranger(sample, "")
-    return None if found is None else _about_stranger(*found)
+    found = _first_uncollatable(sample, "")
+    return None if found is None else _about_uncollatable(*found)
 
 
 def advice(samples: Sequence[object]) -> str:
     """Return what seems to hinder the collation of samples, and what to do."""
     for number, sample in enumerate(samples):
-        found = _stranger(sample, "")
+        found = _first_uncollatable(sample, "")
         if found is not None:
-            return f"In sample {number} of them: {_about_stranger(*found)}"
+            return f"In sample {number} of them: {_about_uncollatable(*found)}"
     try:
-        _collate_but_notes(samples[:1], _collate)
+        _collate_without_notes(samples[:1], _collate)
     except Exception:  # whatever torch raises: the size of others is not what hinders it
         return (
             "Sample 0 of them makes no batch alone either. Return tensors, arrays or numbers that "
@@ -275,7 +279,7 @@ def _has_shape(value: object) -> bool:
     return hasattr(value, "shape")
 
 
-def _stranger(sample: object, where: str) -> tuple[str, object] | None:
+def _first_uncollatable(sample: object, where: str) -> tuple[str, object] | None:
     """Return the first value of a sample that torch cannot collate, and where it is."""
     if isinstance(sample, np.ndarray) and sample.dtype.kind in "OUS":
         return where, sample
@@ -289,11 +293,11 @@ def _stranger(sample: object, where: str) -> tuple[str, object] | None:
     if isinstance(sample, Mapping):
         parts = [(key, value) for key, value in parts if not is_note(key, value)]
     at = "{}.{}" if is_dataclass(sample) and not isinstance(sample, Mapping) else "{}[{!r}]"
-    found = (_stranger(value, at.format(where, key)) for key, value in parts)
+    found = (_first_uncollatable(value, at.format(where, key)) for key, value in parts)
     return next(filter(None, found), None)
 
 
-def _about_stranger(where: str, value: object) -> str:
+def _about_uncollatable(where: str, value: object) -> str:
     at = f"At {where} it holds" if where else "It is"
     if value is None:
         return (

@@ -15,7 +15,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from lightning_fastdata import tree
-from lightning_fastdata.batches.collate import Collate, HandsOn, ListsOf
+from lightning_fastdata.batches.collate import AroundCollate, Collate, ListsOf
 from lightning_fastdata.device.backend import current_index, is_out_of_memory, set_current_index
 from lightning_fastdata.errors import BatchError, FastDataWarning, OptionsError
 from lightning_fastdata.host import clock
@@ -238,7 +238,7 @@ def _is_tensor(value: object) -> bool:
     return hasattr(value, "record_stream") and not isinstance(value, type)
 
 
-class StagingCollate(HandsOn):
+class StagingCollate(AroundCollate):
     """Collates samples and, beside them, what was drawn for their transform on the device."""
 
     def __init__(
@@ -254,18 +254,18 @@ class StagingCollate(HandsOn):
     def __call__(self, samples: list[Any]) -> StagedBatch:
         """Return the staged batch of samples, or of ``(sample, tape)`` pairs."""
         if self.transform is None:
-            return StagedBatch(self._collate_handed_on(samples), None, self.stage)
+            return StagedBatch(self._collate_inside(samples), None, self.stage)
         drawn = [tape for _sample, tape in samples]
         samples = [sample for sample, _tape in samples]
         listed = self.collate_fn.fields if isinstance(self.collate_fn, ListsOf) else ()
         if not self.transform.stacks(samples, drawn, listed):
             samples, drawn = self.transform.finish_each(samples, drawn)
         draws = self.transform.collate(drawn)
-        batch = self._collate_handed_on(samples)
+        batch = self._collate_inside(samples)
         return StagedBatch(batch, None if batch is None else draws, self.stage)
 
 
-class FirstOfPairs(HandsOn):
+class FirstOfPairs(AroundCollate):
     """Collates the samples of ``(sample, tape)`` pairs, where nothing is deferred to a device.
 
     Raises:
@@ -288,7 +288,7 @@ class FirstOfPairs(HandsOn):
             return self.collate_fn(pairs[0])
         samples = [sample for sample, _tape in pairs]
         if not self.transform.needs_batches:
-            return self._collate_handed_on(samples)
+            return self._collate_inside(samples)
         batch, tapes = self.collate_fn(samples), [tape for _sample, tape in pairs]
         # None says that the batch is to be skipped.
         return None if batch is None else self.transform.finish(batch, tapes)

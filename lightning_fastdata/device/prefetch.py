@@ -94,6 +94,7 @@ def prefetch(
 
 
 def _saves(loader: Any) -> Any:
+    """Return a loader that can save its position; raise OptionsError if it is another one."""
     if not hasattr(loader, "state_behind"):
         raise OptionsError(
             f"prefetch() takes the batches of a {type(loader).__name__} one ahead of their use, "

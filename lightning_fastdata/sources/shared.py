@@ -61,7 +61,9 @@ _ELEMENTS: Final = 200
 """Elements of a list that are measured: reading all of them would copy their memory."""
 _PAGE_BYTES: Final = 4096
 _GC_HEAD: Final = 16
+"""Bytes before each container in which the garbage collector keeps its links."""
 _DEPTH: Final = 5
+"""Number of objects within one another that are searched, and measured."""
 _WORDS: Final = {"str": "texts", "int": "numbers", "float": "numbers", "ndarray": "arrays"}
 _PARTS: Final = 100
 """Most elements of a list that is searched for datasets."""
@@ -422,6 +424,7 @@ def _frozen(value: Any) -> Any:
 
 
 def _why(value: Any, culprit: object) -> str:
+    """Return where in a list or dict there is what cannot be shared, and what to do."""
     paths = with_paths(value, is_leaf=lambda part: part is culprit)
     path = next((path for path, part in paths if part is culprit), None)
     kind = type(culprit).__name__

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from lightning_fastdata.batches.bad_samples import NO_SAMPLES, SKIPPED
-from lightning_fastdata.batches.collate import collate_samples, for_writing, in_own_side_process
+from lightning_fastdata.batches.collate import collate_samples, for_writing, use_own_memory
 from lightning_fastdata.batches.keyed import own_dataset
 from lightning_fastdata.batches.libraries import tell_epoch, tell_rank
 from lightning_fastdata.batches.memory import (
@@ -125,7 +125,7 @@ def prepare_process(plan: FetchPlan, number: int, processes: int) -> FetchPlan:
     np.random.seed(np.random.SeedSequence(words).generate_state(4))
     shown: Any = own_dataset(plan.dataset)
     set_worker_info(number=number, workers=processes, seed=seed, dataset=shown)
-    in_own_side_process()
+    use_own_memory()
     keep_freed_memory()
     keep_own_epochs()
     return replace(plan, collate_fn=for_writing(plan.collate_fn))
