@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
@@ -237,9 +237,27 @@ class _Rows(OpenedInEachProcess[Handle]):
     parallel_reads = 1
     path: str
     names: list[str]
-    _length: int
-    _rows_together: int
-    """Rows of a chunk, in the array whose chunks have most rows; 1: there are no chunks."""
+
+    def _measure(self, arrays: Mapping[str, Any], found: Callable[[], Iterable[str]]) -> None:
+        """Note the length of the arrays, and how many rows their chunks have.
+
+        ``found`` returns the names of all arrays that there are.
+        """
+        try:
+            lengths = {name: arrays[name].shape[0] for name in self.names}
+            chunks = [(arrays[name].chunks or [1])[0] for name in self.names]
+        except (KeyError, TypeError, AttributeError, IndexError) as error:  # no array, or no rows
+            raise DatasetError(
+                f"{self.path} has not all of {self.names} as arrays of rows: {error!r}. It has "
+                f"{sorted(found())}."
+            ) from error
+        if len(set(lengths.values())) > 1:
+            raise DatasetError(
+                f"The arrays of {self.path} differ in length: {lengths}. Name others."
+            )
+        self._length: int = lengths[self.names[0]]
+        self._rows_together: int = max(chunks)
+        """Rows of a chunk, in the array whose chunks have most rows; 1: there are no chunks."""
 
     def __len__(self) -> int:
         return self._length
@@ -271,23 +289,16 @@ class Hdf5Source(_Rows["h5py.File"]):
         self.names = list(each_of("names", names, "names", str))
         if not self.names:
             raise OptionsError("Hdf5Source got no names; give those of datasets in the file.")
-        file = self.open()
-        try:
-            lengths = {name: len(file[name]) for name in self.names}
-            rows = [(file[name].chunks or [1])[0] for name in self.names]
-        except (KeyError, TypeError, AttributeError) as error:  # the last one of a group
-            found: list[str] = []
+
+        def found() -> list[str]:
+            names: list[str] = []
             file.visititems(
-                lambda name, item: found.append(name) if hasattr(item, "chunks") else None
+                lambda name, item: names.append(name) if hasattr(item, "chunks") else None
             )
-            raise DatasetError(
-                f"{self.path} has not all of {self.names} as datasets of rows: {error}. It has "
-                f"{sorted(found)}."
-            ) from error
-        finally:
-            file.close()
-        self._length = _common_length(self.path, lengths)
-        self._rows_together = max(rows)
+            return names
+
+        with self.open() as file:
+            self._measure(file, found)
 
     def open(self) -> h5py.File:
         """Return the file of this process."""
@@ -340,16 +351,7 @@ class ZarrSource(_Rows["Callable[[str, int], NDArray[Any]]"]):
         self.names = list(each_of("names", names, "names", str))
         if not self.names:
             raise DatasetError(f"{self.path} has no arrays; give a group that has some.")
-        try:
-            shapes = {name: group[name].shape for name in self.names}
-            lengths = {name: shape[0] for name, shape in shapes.items()}
-        except (KeyError, AttributeError, IndexError) as error:
-            raise DatasetError(
-                f"{self.path} has not all of {self.names} as arrays of rows: {error!r}. It has "
-                f"{sorted(dict(group.arrays()))}."
-            ) from error
-        self._length = _common_length(self.path, lengths)
-        self._rows_together = max(group[name].chunks[0] for name in self.names)
+        self._measure(group, lambda: dict(group.arrays()))
 
     def open(self) -> Callable[[str, int], NDArray[Any]]:
         """Return a function that reads a row of an array, and keeps the last chunks."""
@@ -396,12 +398,6 @@ class ZarrSource(_Rows["Callable[[str, int], NDArray[Any]]"]):
             raise DatasetError(
                 f"{self.path} cannot be read as a Zarr group: {type(error).__name__}: {error}."
             ) from error
-
-
-def _common_length(path: str, lengths: dict[str, int]) -> int:
-    if len(set(lengths.values())) > 1:
-        raise DatasetError(f"The arrays of {path} differ in length: {lengths}. Name others.")
-    return next(iter(lengths.values()))
 
 
 def imported(name: str, asked: str) -> ModuleType:
