@@ -857,7 +857,7 @@ def _told(state: Position, now: Position, indices: EpochIndices) -> Iterator[str
             f"{difference}. The epoch goes on at that place of the order there is now, so that "
             "samples may come twice or not at all in it; later epochs are whole."
         )
-    if "draw" in state.drawn or "torch" in state.drawn:
+    if "torch" in state.drawn:
         yield (
             f"{now.order} draws from torch's global generator: the rest of this epoch is that of "
             "before, and later epochs are drawn from the generator as it will be then. For the "

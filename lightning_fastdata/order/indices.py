@@ -56,8 +56,8 @@ _CHECKED: Final = 2**27
 """Most samples whose digest is checked: an order of (seed, epoch) takes up to 30 ns for each."""
 _COUNTED: Final = 2**30
 """Most samples of a dataset whose repetitions are counted, at 4 bytes each."""
-_DRAW_FROM_TORCH: Final = (SubsetRandomSampler, WeightedRandomSampler)
-"""Samplers that, without a generator, draw from torch's global one at their first index."""
+_DRAW_FROM_TORCH: Final = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+"""Samplers that, without a generator, draw from torch's global one by their first index."""
 
 
 @runtime_checkable
@@ -177,7 +177,7 @@ class EpochIndices:
         batches = chain(late, left.batches())
         if self.arrays:
             return batches
-        return iter(_told((batch.tolist() for batch in batches), self._times()))
+        return iter(_marked((batch.tolist() for batch in batches), self._times()))
 
     def _restore_plan(self, start: Start) -> None:
         """Set a sampler whose order is computed to the state that an epoch is drawn from."""
@@ -292,7 +292,7 @@ class EpochIndices:
         # Not earlier: torch draws a seed of its own between iter() and the first index.
         _restore(decides, start.drawn or {})
         self._drawn, self._drawn_epoch = start.drawn or self._to_draw(), self.epoch
-        steps = self._steps(Start(drawn=start.drawn) if again else start, taken)
+        steps = self._steps(Start() if again else start, taken)
         if self._seed is not None:
             # A share may be set to another epoch than is counted, and has then the order of that.
             epoch = self._anew(self.epoch if self._share is None else self._share.epoch)
@@ -313,8 +313,7 @@ class EpochIndices:
 
     def _steps(self, start: Start, taken: _Taken) -> Iterator[Step]:
         """Yield the steps that follow the samples of a start."""
-        sampler, size, drop_last = self._cut()
-        sampler, samples = _drawing_again(sampler, start.drawn), start.samples
+        (sampler, size, drop_last), samples = self._cut(), start.samples
         if self.earlier and type(sampler) in (ShuffleSampler, BlockShuffleSampler):
             sampler = copy.copy(sampler)
             sampler.set_epoch(self._anew(sampler.epoch))
@@ -324,12 +323,12 @@ class EpochIndices:
                 sampler = (each for each in sampler)
                 before, samples = list(islice(sampler, samples)), 0
                 _check(start, zlib.crc32(_as_bytes(before)), deciding(self.source))
-                first = [(before if times is None else times.told(before))[:size]]
+                first = [(before if times is None else times.marked(before))[:size]]
             batches = BatchSampler(sampler, size, drop_last)
             items = index_batches(batches) if self.arrays else batches
         elif self.arrays:
             items = map(_own, items)
-        items = _told(items, times)
+        items = _marked(items, times)
         if samples:
             items = (each for each in items)  # iter() of lhotse's samplers begins anew
             if share is not None:  # what fills up the last step is of the start of the epoch
@@ -382,13 +381,8 @@ def _drawn_from(sampler: object, *, keyed: bool) -> Drawn:
     generator = getattr(sampler, "generator", None)
     if isinstance(generator, torch.Generator):
         return {"generator": _packed(generator.get_state())}
-    if keyed:
-        return {}
-    if type(sampler) is RandomSampler:
-        generator = torch.Generator()
-        generator.set_state(torch.get_rng_state())
-        return {"draw": int(torch.empty((), dtype=torch.int64).random_(generator=generator))}
-    return {"torch": _packed(torch.get_rng_state())} if type(sampler) in _DRAW_FROM_TORCH else {}
+    from_torch = type(sampler) in _DRAW_FROM_TORCH and not keyed
+    return {"torch": _packed(torch.get_rng_state())} if from_torch else {}
 
 
 def _restore(sampler: object, drawn: Drawn) -> None:
@@ -406,16 +400,6 @@ def _restore(sampler: object, drawn: Drawn) -> None:
     generator = getattr(sampler, "generator", None)
     if "generator" in drawn and isinstance(generator, torch.Generator):
         generator.set_state(_unpacked(drawn["generator"]))
-
-
-def _drawing_again(sampler: Any, drawn: Drawn | None) -> Any:
-    """Return a sampler as it is, but torch's RandomSampler with the seed that it drew before."""
-    if not drawn or "draw" not in drawn or type(sampler) is not RandomSampler:
-        return sampler
-    generator = torch.Generator()
-    generator.manual_seed(int(drawn["draw"]))
-    how = sampler.replacement, sampler.num_samples
-    return RandomSampler(sampler.data_source, *how, generator=generator)
 
 
 @contextmanager
@@ -461,8 +445,8 @@ def _rows(batch: object) -> int:
     return len(batch) if isinstance(batch, list | tuple | np.ndarray) else 1
 
 
-def _told(items: Iterable[Any], times: _Times | None) -> Iterable[Any]:
-    return items if times is None else map(times.told, items)
+def _marked(items: Iterable[Any], times: _Times | None) -> Iterable[Any]:
+    return items if times is None else map(times.marked, items)
 
 
 class _Times:
@@ -478,10 +462,10 @@ class _Times:
         # The system gives memory only to the parts of it that are written to.
         self._counts = np.zeros(min(length, _COUNTED), np.uint32).data
 
-    def told(self, item: Any) -> Any:
-        """Return an index, or the indices of a batch, and count them."""
+    def marked(self, item: Any) -> Any:
+        """Count an index, or those of a batch; one that came before becomes a Repeated."""
         if type(item) not in (list, tuple):
-            return self.told([item])[0]
+            return self.marked([item])[0]
         counts, before, found = self._counts, self._before, []
         for index in item:
             try:
