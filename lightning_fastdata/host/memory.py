@@ -209,26 +209,19 @@ class Pages(NamedTuple):
     """Lower bound of the part of ``anonymous_bytes`` that no other process has."""
 
 
-def pages_of(smaps_rollup: str) -> Pages | None:
-    """Return the memory that ``/proc/PID/smaps_rollup`` states; None: it states none.
-
-    That file counts a page of a memory file as dirty and private if only one process has mapped it,
-    and so a page of a file that was just written.
-    """
-    kib = counters(smaps_rollup)
-    if "Pss" not in kib:
-        return None
-    dirty = max(0, kib.get("Private_Dirty", 0) - kib.get("Pss_Shmem", 0))
-    own = min(dirty, kib.get("Pss_Anon", dirty))
-    return Pages(1024 * kib.get("Anonymous", 0), 1024 * own)
-
-
 def read_pages(process: int, *, root: Path = Path("/")) -> Pages | None:
-    """Return the memory of a process, see :func:`pages_of`; None: not known.
+    """Return the memory of a process, as ``/proc/PID/smaps_rollup`` states it; None: not known.
 
     It takes some 10 ms for a process that has loaded torch, as the kernel walks through its pages.
     """
-    return pages_of(read_process(process, "smaps_rollup", root))
+    kib = counters(read_process(process, "smaps_rollup", root))
+    if "Pss" not in kib:
+        return None
+    # A page of a memory file counts as dirty and private, too, if only one process has mapped it,
+    # and so does a page of a file that was just written.
+    dirty = max(0, kib.get("Private_Dirty", 0) - kib.get("Pss_Shmem", 0))
+    own = min(dirty, kib.get("Pss_Anon", dirty))
+    return Pages(1024 * kib.get("Anonymous", 0), 1024 * own)
 
 
 def read_alone(process: int, addresses: Sequence[int], *, root: Path = Path("/")) -> float | None:

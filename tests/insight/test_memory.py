@@ -13,9 +13,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from host.roots import root_of
 from misses import Misses
 
-from lightning_fastdata.host.memory import Pages, pages_of, read_alone
+from lightning_fastdata.host.memory import Pages, read_alone, read_pages
 from lightning_fastdata.insight.evidence import Evidence
 from lightning_fastdata.insight.machine import (
     Look,
@@ -233,7 +234,10 @@ def test_what_objects_hold_in_slots_counts_and_what_many_hold_counts_once():
     assert kinds["names"].size_bytes < 500 * sys.getsizeof(name)
 
 
-def test_pages_that_only_one_process_has_are_told_from_those_that_several_have():
+def test_pages_that_only_one_process_has_are_told_from_those_that_several_have(tmp_path):
+    def pages_of(told):
+        return read_pages(7, root=root_of(tmp_path, {"proc/7/smaps_rollup": told}))
+
     text = "Pss: 700 kB\nPss_Shmem: {} kB\nAnonymous: 900 kB\n"
     text += "Private_Dirty: {} kB\n"
     assert pages_of(text.format(40, 600)) == Pages(*(1024 * n for n in (900, 560)))
