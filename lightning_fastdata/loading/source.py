@@ -569,7 +569,7 @@ def indices_of(settings: Loader) -> EpochIndices | None:
     seed = None if settings.training.run is None else settings.seed
     arrays = kind_of(settings.executor).gathers
     drawn = settings.dataset if _draws_by_index(settings) else None
-    return EpochIndices(order_of(settings), arrays=arrays, seed=seed, drawn=drawn)
+    return EpochIndices(order_of(settings), arrays=arrays, seed=seed, drawn_by_index=drawn)
 
 
 def _draws_by_index(loader: Loader) -> bool:

@@ -114,8 +114,9 @@ class EpochIndices:
         source: A batch sampler, or a sampler whose items are taken one by one.
         arrays: Yield int64 arrays where that gives the same indices, and no others.
         seed: Keys draws from global generators, together with the epoch; None: they are not keyed.
-        drawn: Dataset whose samples are drawn by their indices, so that one that comes again in an
-            epoch, or in a later pass of it, is given as a :class:`Repeated`; None: none are.
+        drawn_by_index: Dataset whose samples are drawn by their indices, so that one that comes
+            again in an epoch, or in a later pass of it, is given as a :class:`Repeated`; None: none
+            are.
     """
 
     def __init__(
@@ -124,11 +125,11 @@ class EpochIndices:
         *,
         arrays: bool = False,
         seed: int | None = None,
-        drawn: object = None,
+        drawn_by_index: object = None,
     ) -> None:
         self.source = source
         self.arrays = arrays
-        self._drawn_by_index, self._may_repeat = drawn, may_repeat(source)
+        self._drawn_by_index, self._may_repeat = drawn_by_index, may_repeat(source)
         self._share = share_in(source)
         self._seed = seed if self._share is None else self._share.seed
         self.start = Start()
