@@ -63,8 +63,9 @@ class StepTiming(NamedTuple):
     compute_ms: float | None = None
     """Time of the work on the batch, up to the end of the step: forward, backward, optimizer."""
     gap_ms: float | None = None
-    """Time from the end of the previous step to this one's first wait, and from the batch's arrival
-    to the work on it: callbacks, logging, checkpoints, validation. Not part of ``step_ms``."""
+    """Time from the end of the previous step to this one's first wait, from the batch's arrival to
+    the work on it, and of callbacks within that work: callbacks, logging, checkpoints. Not part of
+    ``step_ms``; None where the stage was paused in between, as for a validation."""
     step_ms: float | None = None
     """``stall + transfer + augment + compute``: the step as the device saw it."""
 
@@ -556,6 +557,17 @@ class StepTimeline:
         """The last work of the step is given to the device; what comes after it is gap."""
         self._step.work_ended = self._mark()
 
+    def aside_began(self) -> None:
+        """Something that is no part of the work runs within it, and counts as gap."""
+        self._step.began["aside"] = self._mark()
+
+    def aside_ended(self) -> None:
+        """The work goes on."""
+        step, end = self._step, self._mark()
+        began = step.began.pop("aside", None)
+        if began is not None:
+            step.pairs.setdefault("aside", []).append((began, end))
+
     def compute_ended(self, samples: int) -> None:
         """End the step, with so many samples: at the last `work_ended`, or else now."""
         step = self._step
@@ -603,6 +615,7 @@ class StepTimeline:
         began = step.began.pop(phase, None)
         if began is not None:
             step.pairs.setdefault(phase, []).append((began, end))
+            step.pairs.pop("aside", None)  # it was before what counts as compute
             step.compute_began, step.work_ended = end, None
 
     def _timing(self, step: _Step) -> StepTiming:
@@ -610,12 +623,13 @@ class StepTimeline:
         known = step.index, step.samples, step.cold, step.wait_ms
         stall_ms = step.wait_ms if self._device is None else self._spent_ms(step, "stall")
         transfer_ms, augment_ms = self._spent_ms(step, "transfer"), self._spent_ms(step, "augment")
+        aside_ms = self._spent_ms(step, "aside") or 0.0
         compute_ms = gap_ms = step_ms = None
         if step.compute_began is not None:
-            compute_ms = clock.elapsed_ms(step.compute_began, step.ended)
+            compute_ms = max(0.0, clock.elapsed_ms(step.compute_began, step.ended) - aside_ms)
             step_ms = (stall_ms or 0.0) + (transfer_ms or 0.0) + (augment_ms or 0.0) + compute_ms
         if step.previous_end is not None and "stall" in step.pairs:
-            gap_ms = clock.elapsed_ms(step.previous_end, step.pairs["stall"][0][0])
+            gap_ms = aside_ms + clock.elapsed_ms(step.previous_end, step.pairs["stall"][0][0])
             if step.before_work is not None:
                 gap_ms += clock.elapsed_ms(*step.before_work)
         return StepTiming(*known, stall_ms, transfer_ms, augment_ms, compute_ms, gap_ms, step_ms)

@@ -41,6 +41,10 @@ _HOOKS_OF: Final = {"fit": "train", "validate": "validation", "test": "test", "p
 _BEFORE_TRANSFER: Final = "on_before_batch_transfer"
 _NEXT_TO_NOTHING: Final = ("on_train_batch_start", "on_before_optimizer_step")
 """Hooks of the measuring callback that cost less in each step than it costs to time them."""
+_IN_STEPS: Final = frozenset(
+    ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step")
+)
+"""Hooks of callbacks that are called within a step, of which they are no part."""
 _HOOKS: Final = (
     *("batch_start", "batch_end", "epoch_start", "epoch_end", "start", "end"),
     *("model_eval", "model_train", "model_zero_grad"),
@@ -398,8 +402,10 @@ class Recording:
     def listener(self, action: str) -> Listener | None:
         """Return what to call when Lightning announces an action; None: nothing."""
         # The last word is the part that does not depend on the names of classes.
-        inner = self._of_steps.get(action.rpartition(".")[2])
-        outer = self.wall.listener(action)
+        last = action.rpartition(".")[2]
+        inner, outer = self._of_steps.get(last), self.wall.listener(action)
+        if outer is not None and last in _IN_STEPS:  # of a callback: the module's own are work
+            inner = (self._aside_began,), (self._aside_ended,)
         if inner is None or outer is None:
             return inner or outer
         return (*outer[0], *inner[0]), (*inner[1], *outer[1])
@@ -429,6 +435,12 @@ class Recording:
     def _work_ended(self) -> None:
         if self._fetching is not None:
             self._fetching.timeline.work_ended()
+
+    def _aside_began(self) -> None:
+        self.main.timeline.aside_began()
+
+    def _aside_ended(self) -> None:
+        self.main.timeline.aside_ended()
 
     def _evaluation_fetch_began(self) -> None:
         # The sanity check fetches under the same name; it is not measured.

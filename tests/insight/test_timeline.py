@@ -194,6 +194,24 @@ def test_what_follows_the_last_work_of_a_step_is_gap():
     assert row(timeline, 1, "gap_ms") == pytest.approx(20, abs=US)
 
 
+def test_what_runs_aside_within_the_work_is_gap_and_only_as_long_as_the_device_is_idle():
+    gpu, timeline = cuda_timeline()
+    for _ in range(2):
+        wait(gpu, timeline, 1)
+        gpu.launch(5)
+        timeline.aside_began()
+        gpu.host(20)
+        timeline.aside_ended()
+        gpu.launch(4)
+        timeline.work_ended()
+        gpu.synchronize()
+        timeline.compute_ended(1)
+    drain(gpu, timeline)
+    assert row(timeline, 1, "compute_ms") == pytest.approx(9, abs=US)
+    assert row(timeline, 1, "step_ms") == pytest.approx(10, abs=US)
+    assert row(timeline, 1, "gap_ms") == pytest.approx(15, abs=US)
+
+
 def test_an_exhausting_fetch_leaves_no_trace_once_dropped():
     gpu, timeline = cuda_timeline()
     gpu_step(gpu, timeline, wait_ms=1, compute=5)
@@ -220,7 +238,7 @@ def test_an_augmentation_that_began_before_the_transfer_is_not_counted_twice():
 
 MARKS = st.sampled_from(
     ["wait_began", "wait_ended", "transfer_began", "transfer_ended", "augment_began",
-     "augment_ended", "drop_open_step", "epoch_began", "work_ended",
+     "augment_ended", "aside_began", "aside_ended", "drop_open_step", "epoch_began", "work_ended",
      "paused", "end", "host", "launch", "sync"]
 )  # fmt: skip
 
