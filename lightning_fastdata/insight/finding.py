@@ -300,7 +300,9 @@ def gain_text(gain: Gain) -> str:
 
 
 def duration_text(seconds: float) -> str:
-    """Return ``0.8 s``, ``34 s``, ``1 min 34 s`` or ``2 h 05 min``."""
+    """Return ``40 ms``, ``0.8 s``, ``34 s``, ``1 min 34 s`` or ``2 h 05 min``."""
+    if seconds < 0.095:
+        return f"{1000 * seconds:.0f} ms"
     if seconds < 9.95:
         return f"{seconds:.1f} s"
     whole = round(seconds)

@@ -148,8 +148,9 @@ def test_bars_grow_by_eighths_of_a_cell_and_stay_within_their_width():
 
 
 def test_durations_read_as_people_say_them():
-    seconds = (0.84, 34.2, 59.7, 94, 7500)
+    seconds = (0, 0.0404, 0.0949, 0.095, 0.84, 34.2, 59.7, 94, 7500)
     assert [duration_text(s) for s in seconds] == [
+        "0 ms", "40 ms", "95 ms", "0.1 s",
         "0.8 s", "34 s", "1 min 00 s", "1 min 34 s", "2 h 05 min",
     ]  # fmt: skip
 
