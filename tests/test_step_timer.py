@@ -498,6 +498,27 @@ def test_a_loop_is_judged_by_what_starts_of_epochs_and_validation_take_of_it(
     assert timer.report().wall is None
 
 
+@pytest.mark.parametrize("later_ms", [0, 30])
+def test_of_epochs_only_the_first_of_which_starts_slowly_the_others_are_not_blamed(later_ms):
+    timer, batches = StepTimer("cpu"), Begins(500)
+    for _ in range(4):
+        for _ in timer.batches(batches):
+            pass_ms(10)
+        batches.begin_ms = later_ms  # as with workers that are kept
+    told = [each.cause for each in timer.report().verdict.findings if each.code == "FD310"]
+    cause = "starting epochs after the first took 90 ms of 1.0 s, 30 ms each"
+    assert told == ([cause] if later_ms else [])
+
+
+def test_a_first_step_of_validation_that_computes_for_long_is_not_its_waiting():
+    timer = StepTimer("cpu")
+    for _ in timer.batches(Begins(0)):
+        pass_ms(10)
+    for i in timer.batches(Begins(0, 4), stage="val"):
+        pass_ms(1 if i else 1000)  # as where it is compiled
+    assert "FD318" not in {each.code for each in timer.report().verdict.findings}
+
+
 def test_one_timer_after_another_takes_the_stamps_of_a_loader_while_it_is_read():
     loader = FastDataLoader(samples(8))
     for _ in range(2):

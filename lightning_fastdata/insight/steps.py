@@ -132,6 +132,8 @@ class StageSummary:
     """Number of steps that were first in an epoch."""
     cold_wait_ms: float | None = None
     """Mean host wait of the cold steps: what starting an epoch costs."""
+    first_wait_ms: float | None = None
+    """Host wait of the first of these, which often takes longest: workers that are kept start."""
     samples_per_s: float | None = None
     """Samples of warm steps per second of their ``step_ms``."""
     samples_per_s_if_data_were_free: float | None = None
@@ -281,10 +283,13 @@ class StepHistory:
         self._longest: list[StepTiming] = []
         """Warm steps that took longest, three at most, the longest first."""
         self.steps = self.samples = 0
+        self._first_wait_ms: float | None = None
 
     def append(self, timing: StepTiming) -> None:
         """Count one step; the oldest leaves the window when it is full."""
         self._rows.append(timing)
+        if not self.steps:
+            self._first_wait_ms = timing.wait_ms
         (self._cold if timing.cold else self._warm).add(timing)
         self.steps += 1
         self.samples += timing.samples
@@ -359,6 +364,7 @@ class StepHistory:
             duration_s=duration_s,
             cold_steps=cold.steps,
             cold_wait_ms=cold.sums["wait_ms"] / first_waits if first_waits else None,
+            first_wait_ms=self._first_wait_ms,
             long_steps=tuple(sorted(long_steps)),
         )
 

@@ -204,13 +204,14 @@ def loop_time(train: StageSummary, val: StageSummary | None = None) -> WallTime:
     An epoch takes as long to start as its first wait is longer than the mean of the others.
     """
     wait_ms, stall_ms = mean_ms(train.wait) or 0.0, mean_ms(train.stall) or 0.0
-    start_ms = max(0.0, (train.cold_wait_ms or 0.0) - wait_ms)
-    starts_s = start_ms * max(0, train.cold_steps - 1) / 1e3
+    later, cold_ms = max(0, train.cold_steps - 1), train.cold_wait_ms or 0.0
+    first_ms = cold_ms if train.first_wait_ms is None else train.first_wait_ms
+    starts_s = max(0.0, cold_ms * train.cold_steps - first_ms - wait_ms * later) / 1e3
     named, parts = {"epoch_starts": {"later epochs": starts_s}}, {"epoch_starts": starts_s}
     parts["wait"] = stall_ms * train.steps / 1e3
     if val is not None:
         parts["validation"] = val.duration_s
-        waited_s = (val.stall_share or 0.0) * val.duration_s
+        waited_s = min(val.duration_s, (mean_ms(val.stall) or 0.0) * val.steps / 1e3)
         named["validation"] = {"waiting for batches": waited_s}
     return WallTime(
         total_s=train.duration_s + parts.get("validation", 0.0),

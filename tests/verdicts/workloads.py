@@ -92,7 +92,8 @@ class Stage:
     loader: FastDataLoader
     timeline: StepTimeline
     records: deque[Any]
-    began_s: float
+    lasted_s: float = 0.0
+    """Seconds of its epochs."""
 
     @classmethod
     def start(cls, training: Training) -> Stage:
@@ -102,11 +103,12 @@ class Stage:
         loader = FastDataLoader(training.dataset, training.batch_size, **options)
         records: deque[Any] = deque()
         loader.record_stamps(records)
-        return cls(training, loader, StepTimeline(), records, clock.monotonic())
+        return cls(training, loader, StepTimeline(), records)
 
     def epoch(self) -> None:
         """Train for one epoch."""
         timeline, training = self.timeline, self.training
+        began_s = clock.monotonic()
         timeline.epoch_began()
         batches = iter(self.loader)
         while True:
@@ -114,6 +116,7 @@ class Stage:
             batch = next(batches, None)
             if batch is None:
                 timeline.drop_open_step()
+                self.lasted_s += clock.monotonic() - began_s
                 return
             timeline.wait_ended()
             training.step(batch, timeline)
@@ -121,8 +124,7 @@ class Stage:
 
     def summary(self, name: str = "train") -> Any:
         """Return where the steps went."""
-        duration_s = clock.monotonic() - self.began_s
-        found = self.timeline.history.summarize(name, duration_s=duration_s, device="cpu")
+        found = self.timeline.history.summarize(name, duration_s=self.lasted_s, device="cpu")
         totals = CauseTotals()
         for batch in self.records:
             totals.add(batch)
