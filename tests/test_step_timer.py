@@ -80,6 +80,23 @@ def test_phases_are_told_apart_and_add_up():
     assert steps["samples"].tolist() == [2, 2]
 
 
+def test_a_phase_of_some_steps_has_the_mean_of_all_so_that_phases_add_up_to_the_step():
+    timer = StepTimer("cpu")
+    for i, _ in enumerate(timer.batches(DataLoader(samples(32), batch_size=2))):
+        if i % 4 == 1:
+            with timer.augment():
+                pass_ms(8)
+        pass_ms(10)
+    (stage,), (found, *_) = timer.report().stages, timer.report().verdict.findings
+    # The first of sixteen steps is counted apart.
+    assert stage.augment.mean_ms == pytest.approx(4 * 8 / 15)
+    assert sum(each.mean_ms for each in stage.phases.values()) == pytest.approx(stage.step.mean_ms)
+    assert found.code == "FD313"
+    assert "takes 2.1 ms, 18% of a step" in found.cause
+    assert found.gain.after_ms == pytest.approx(10)
+    assert timer.metrics()["data_step/augment_ms"] == stage.augment.mean_ms
+
+
 def test_phases_outside_of_a_step_do_nothing():
     timer = StepTimer("cpu")
     with timer.transfer(), timer.augment():

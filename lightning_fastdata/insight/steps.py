@@ -83,6 +83,8 @@ MOST_RECENT: Final = 512
 _COLUMNS = StepTiming._fields
 _FIRST_TIMED = _COLUMNS.index("wait_ms")
 TIMED = _COLUMNS[_FIRST_TIMED:]
+_SOMETIMES: Final = ("transfer_ms", "augment_ms")
+"""Phases that take no time in a step that does not measure them, where others do."""
 _MOST_LONG: Final = 3
 """Most steps that are left out of means as too long; more of them are what training is like."""
 _LONG_TIMES: Final = 2
@@ -97,7 +99,8 @@ class PhaseSummary:
     """One phase over the warm steps of a stage."""
 
     mean_ms: float
-    """Mean time over all steps that measured the phase."""
+    """Mean time over all steps that measured the phase; of transfer and augmentation over all that
+    were timed, as a loop may do without in some of them."""
     p50_ms: float
     """Median time over the newest steps."""
     p95_ms: float
@@ -243,6 +246,8 @@ class StepTotals:
         count, total, step_ms = self.counts[name], self.sums[name], self.sums["step_ms"]
         if not count:
             return None
+        if name in _SOMETIMES:
+            count = max(count, self.counts["step_ms"])
         values = measured(newest)
         if not values.size:  # measured once, but not in the window: the mean is all that is known
             values = np.array([total / count])

@@ -142,14 +142,14 @@ def phase_figure(steps: Columns) -> Figure:
     several = len(total) > len(parts)
     axes.set_xlabel("step (a column is several)" if several else "step", fontsize=_FONT_PT)
     phases = [
-        (name, steps[f"{PHASES[name]}_ms"][drawn], color)
+        (name, np.nan_to_num(steps[f"{PHASES[name]}_ms"][drawn]), color)
         for name, color in _COLORS.items()
         if not np.isnan(steps[f"{PHASES[name]}_ms"][drawn]).all()
     ]
     areas = axes.stackplot(
         x,
-        [_means(np.nan_to_num(values), parts) for _, values, _ in phases],
-        labels=[f"{name} {np.nanmean(values):.1f}" for name, values, _ in phases],
+        [_means(values, parts) for _, values, _ in phases],
+        labels=[f"{name} {values.mean():.1f}" for name, values, _ in phases],
         colors=[color for *_, color in phases],
         linewidth=0,
         step="mid",
