@@ -260,15 +260,16 @@ def scaled(
     """Return the costs with some of them scaled by factors; 0 removes one.
 
     ``cpu`` and ``blocked`` are factors on reading. Without ``slow_samples``, no sample takes longer
-    than the others of its batch.
+    than the others of its batch; one that is a batch by itself, no longer than half of all batches.
     """
     found = []
+    usual = 0.0 if slow_samples or not costs else statistics.median(map(_read_ns, costs))
     for cost in costs:
-        waits = cost.blocked_ns - cost.collate_blocked_ns
-        read = cost.cpu_ns + waits
+        waits, read = cost.blocked_ns - cost.collate_blocked_ns, _read_ns(cost)
         keep = 1.0
-        if not slow_samples and cost.samples > 1 and read > 0:
-            keep = min(1.0, (read - cost.slowest_ns) / read * cost.samples / (cost.samples - 1))
+        if not slow_samples and read > 0:
+            others = (read - cost.slowest_ns) * cost.samples
+            keep = min(1.0, (usual if cost.samples == 1 else others / (cost.samples - 1)) / read)
         slowest = cost.slowest_ns if keep == 1.0 else read * keep / cost.samples
         factor = (cost.cpu_ns * cpu + waits * blocked) / read if read > 0 else 1.0
         found.append(
@@ -282,6 +283,10 @@ def scaled(
             )
         )
     return found
+
+
+def _read_ns(cost: BatchCost) -> float:
+    return cost.cpu_ns + cost.blocked_ns - cost.collate_blocked_ns
 
 
 def simulate(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -46,3 +47,17 @@ def test_the_step_that_a_loader_without_workers_is_promised_with_some_comes_true
     for told in (n for n in range(1, 65) if f"num_workers={n})" in first.remedy):
         after = followed(training, told).times.step_ms
         assert after == pytest.approx(first.gain.after_ms, rel=0.2), told
+
+
+@each("workers", [1, 2])
+def test_a_slow_sample_that_is_a_batch_by_itself_is_told_what_its_repair_gains(workers):
+    slow = Samples(640, blocked_s=0.002, slow_s=0.4, slow_every=80)
+    training = Training(
+        dataset=slow, step=sleep_for(0.003), batch_size=1, loader={"num_workers": workers}
+    )
+    first = findings(followed(training, workers))[0]
+    assert (first.code, first.severity) == ("FD302", "high")
+    assert first.remedy.startswith("repair these samples: ")
+    repaired = replace(training, dataset=Samples(640, blocked_s=0.002))
+    after = followed(repaired, workers).times.step_ms
+    assert after == pytest.approx(first.gain.after_ms, rel=0.1)
