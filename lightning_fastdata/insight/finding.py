@@ -385,8 +385,8 @@ def make_finding(
 def passed(finding: Finding, closed: Mapping[str, str]) -> Finding:
     """Return a finding whose remedy is the first advice that may be given; with none, it is fine.
 
-    Later advice that ``joins`` is added, unless the first one has a gain of its own. ``closed``:
-    option -> why nobody is told to change it.
+    Later advice that ``joins`` is added, unless the first one has a gain of its own; told is the
+    largest gain of all. ``closed``: option -> why nobody is told to change it.
     """
     given: list[Advice] = []
     for advice in finding.advice:
@@ -397,7 +397,9 @@ def passed(finding: Finding, closed: Mapping[str, str]) -> Finding:
     if not given:
         return replace(finding, severity="fine", remedy="")
     remedy = ", or ".join(advice.text for advice in given)
-    return replace(finding, remedy=remedy, gain=given[0].gain or finding.gain)
+    gains = [gain for advice in given if (gain := advice.gain or finding.gain) is not None]
+    most = max(gains, key=lambda gain: gain.factor, default=None)
+    return replace(finding, remedy=remedy, gain=most)
 
 
 def may_be_given(advice: Advice, gain: Gain | None, closed: Mapping[str, str]) -> bool:

@@ -37,6 +37,8 @@ _OTHERS: Final = "held up by other programs"
 _CACHE: Final = Advice(
     text="cache samples (FastDataModule(cache='auto'))", changes=("cache",), joins=True
 )
+_READING: Final = ("read_cpu", "read_runqueue", "read_blocked", "slow_sample")
+"""Parts of the wait that samples which are kept do not have."""
 _ON_DEVICE: Final = Advice(text="augmentation on the device", changes=("augment_on",), joins=True)
 _NAMED: Final = 0.2
 """Share of reading from which on an operation is named."""
@@ -194,7 +196,7 @@ def _latency(e: Evidence) -> Finding | None:
         e,
         share,
         "waiting for storage, a network or a lock",
-        (Advice(text="keep the data on a local disk"), _CACHE),
+        (Advice(text="keep the data on a local disk"), _cached(e)),
         "transforms: the CPUs are not what is short",
         e.gain(costs=scaled(e.costs, blocked=0.0)),
         _where_it_waits(e, share),
@@ -215,7 +217,7 @@ def _bandwidth(e: Evidence) -> Finding | None:
         e,
         share,
         "waiting for a lock, a disk or a line that workers share",
-        (Advice(text="find the lock, or keep the data on a local disk"), _CACHE),
+        (Advice(text="find the lock, or keep the data on a local disk"), _cached(e)),
         "the number of workers: more of them read no more",
         e.gain(costs=scaled(e.costs, blocked=0.0)),
         rates + _where_it_waits(e, share),
@@ -238,16 +240,27 @@ def _transforms(e: Evidence) -> tuple[Advice, ...]:
     named = _named(e)
     takes = "" if named is None else f" ({named.name} takes {named.share:.0%} of reading)"
     cheaper = Advice(text=f"cheaper transforms{takes}")
-    return (cheaper, *([_ON_DEVICE] if e.device_could_augment else []), _CACHE)
+    elsewhere = replace(_ON_DEVICE, gain=_less_computing(e, 1.0))
+    return (cheaper, *([elsewhere] if e.device_could_augment else []), _cached(e))
 
 
 def _gain_of_transforms(e: Evidence) -> Gain | None:
-    shares = e.shares
-    part = sum(shares.get(f"read_{kind}", 0.0) for kind in ("cpu", "runqueue"))
     named = _named(e)
-    less = 1.0 if named is None else named.share
+    return _less_computing(e, 1.0 if named is None else named.share)
+
+
+def _less_computing(e: Evidence, less: float) -> Gain | None:
+    """Return the gain if this share, 0 to 1, of what reading computes vanished."""
+    part = sum(e.shares.get(f"read_{kind}", 0.0) for kind in ("cpu", "runqueue"))
     fewer = e.gain(costs=scaled(e.costs, cpu=1 - less))
     return fewer or e.gain_without(less * (part or 1.0))
+
+
+def _cached(e: Evidence) -> Advice:
+    """Return the advice to keep samples, which spares all of reading, whatever it waits for."""
+    part = sum(share for name, share in e.shares.items() if name in _READING)
+    none = e.gain(costs=scaled(e.costs, cpu=0.0, blocked=0.0))
+    return replace(_CACHE, gain=none or e.gain_without(part))
 
 
 def _spent(

@@ -12,6 +12,7 @@ from rig.machine import sleep
 from rig.virtual_crew import on_machine
 
 from lightning_fastdata.insight.verdict import findings
+from verdicts.known import evidence_with
 from verdicts.workloads import Samples, Training, sleep_for, slow_collate, train
 
 
@@ -61,3 +62,22 @@ def test_a_slow_sample_that_is_a_batch_by_itself_is_told_what_its_repair_gains(w
     repaired = replace(training, dataset=Samples(640, blocked_s=0.002))
     after = followed(repaired, workers).times.step_ms
     assert after == pytest.approx(first.gain.after_ms, rel=0.1)
+
+
+@each(
+    ("code", "costs"),
+    [
+        ("FD303", {"blocked_s": 0.0015, "cpu_s": 0.001}),
+        ("FD305", {"blocked_s": 0.001, "cpu_s": 0.0015}),
+    ],
+)
+def test_what_is_gained_at_most_holds_for_each_of_several_remedies(code, costs):
+    training = Training(dataset=Samples(480, **costs), step=sleep_for(0.002), batch_size=8)
+    with on_machine():
+        evidence = evidence_with(train(training), closed={"num_workers": "it is tuned"})
+    first = findings(evidence)[0]
+    assert first.code == code
+    assert first.remedy.endswith("or cache samples (FastDataModule(cache='auto'))")
+    # Samples that are kept cost next to nothing: neither the storage nor a CPU is waited for.
+    kept = replace(training, dataset=Samples(480))
+    assert followed(kept, 1).times.step_ms >= 0.9 * first.gain.after_ms
