@@ -479,6 +479,20 @@ def test_a_validation_loader_is_told_the_workers_that_it_lacks():
     assert found.remedy == ""
 
 
+def test_what_is_no_part_of_a_warm_step_changes_nothing_of_what_workers_are_said_to_gain():
+    def told(*, validates=False, first_ms=2):
+        timer = StepTimer("cpu")
+        rows = samples(64, range(64), ms=1)
+        for i, _ in enumerate(timer.batches(FastDataLoader(rows, 4, num_workers=0))):
+            pass_ms(2 if i else first_ms)
+            for _ in timer.batches(DataLoader(samples(8)), "val") if validates and i % 4 else ():
+                pass_ms(50)
+        (found,) = (f for f in timer.report().verdict.findings if f.code == "FD303")
+        return found.remedy, found.gain
+
+    assert told(validates=True) == told(first_ms=500) == told()
+
+
 class Begins:
     """Batches whose passes take long to begin."""
 

@@ -321,26 +321,30 @@ def _recorded_costs(
 ) -> tuple[BatchCost, ...]:
     """Return the costs of the newest batches, without those that took too long.
 
-    Too long is nearly as long as a step that the means leave out: for a batch, or its step.
+    Too long is nearly as long as a step that the means leave out: for a batch, or its step. First
+    ones of epochs are left out as well, if there are others.
     """
     halves = ((each.stall_ms or 0.0, each.step_ms or 0.0) for each in summary.long_steps)
     long_ms = min((max(stall, step - stall) for stall, step in halves), default=math.inf)
-    costs = [
-        cost
+    known = [
+        (batch.first, cost)
         for epoch in by_epoch(stamps)
         for batch, cost in zip(epoch, batch_costs(epoch, step_queued=step_queued), strict=False)
         if max(batch.delivered_ns - batch.requested_ns, cost.step_ns) < _NEARLY * long_ms * 1e6
     ]
+    costs = [cost for first, cost in known if not first] or [cost for _, cost in known]
     return tuple(costs[-_MOST_COSTS:])
 
 
 def _busy_share(stamps: Sequence[BatchStamps], workers: int) -> float | None:
     """Return the share of the time in which workers were busy, 0 to 1; None without workers."""
     busy = span = 0.0
-    for epoch in by_epoch(stamps):
-        began, ended = epoch[0].delivered_ns, epoch[-1].delivered_ns
+    for _, *others in by_epoch(stamps):  # in a first step, which may compile, workers have done
+        if not others:
+            continue
+        began, ended = others[0].requested_ns, others[-1].delivered_ns
         span += ended - began
-        for batch in epoch:
+        for batch in others:
             for task in batch.tasks:
                 busy += max(0, min(task.ended_ns, ended) - max(task.began_ns, began))
     return min(1.0, busy / span / workers) if workers and span > 0 else None

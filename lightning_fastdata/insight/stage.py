@@ -64,6 +64,8 @@ class StageMeter:
         self._duration_s = 0.0
         self._last: float | None = None
         self._cpu = SpentMeter()
+        """CPU time of all steps but the first, in which ``torch.compile`` compiles."""
+        self._stepped = False
 
     def wait_began(self) -> None:
         """Note that a batch is asked for: the stage is under way, if it was not before."""
@@ -86,6 +88,10 @@ class StageMeter:
         if self._last is not None:
             self._duration_s += now - self._last
         self._last = now
+        if not self._stepped:
+            self._stepped = True
+            self._cpu.paused(counts=False)
+            self._cpu.began()
         self.stamps.step_ended()
 
     def paused(self) -> None:
@@ -93,6 +99,7 @@ class StageMeter:
         self._last = None
         self._cpu.paused()
         self.timeline.paused()
+        self.stamps.paused()
 
     def metrics(self) -> dict[str, float]:
         """Return the means over the steps since the last call, by their names for loggers."""
@@ -152,6 +159,8 @@ class StageMeter:
         """Return how the training process spent its time; what it loaded is taken from stamps."""
         warm_ms = (mean_ms(summary.wait) or 0.0) * (summary.steps - summary.cold_steps)
         waited_ms = warm_ms + (summary.cold_wait_ms or 0.0) * summary.cold_steps
+        waited_ms -= summary.first_wait_ms or 0.0
+        steps = max(0, summary.steps - 1)
         own_ns = [
             task.ended_ns - task.began_ns if task.cpu_ns is None else task.cpu_ns
             for batch in stamps
@@ -161,13 +170,13 @@ class StageMeter:
         used = self._cpu.used()
         # What waits for batches lost to other programs is among what was waited.
         queued_ns = sum(batch.own.runqueue_ns or 0 for batch in stamps)
-        in_waits_s = queued_ns / 1e9 / max(1, len(stamps)) * summary.steps
+        in_waits_s = queued_ns / 1e9 / max(1, len(stamps)) * steps
         return TrainingTimes(
             cpu_s=used.cpu_s,
             wall_s=used.wall_s,
             runqueue_s=max(0.0, used.runqueue_s - in_waits_s),
             waited_s=waited_ms / 1e3,
-            loading_cpu_s=sum(own_ns) / 1e9 / max(1, len(stamps)) * summary.steps,
+            loading_cpu_s=sum(own_ns) / 1e9 / max(1, len(stamps)) * steps,
         )
 
 
@@ -290,12 +299,16 @@ class _Watched:
         """Number of a process -> samples that it made."""
         self.totals = CauseTotals()
         """Waits for this loader alone; empty while it was the only one."""
+        self.paused = False
+        """Whether the stage has paused since the newest batch."""
 
     @property
     def waited_ns(self) -> int:
         return sum(batch.delivered_ns - batch.requested_ns for batch in self.newest)
 
     def keep(self, batch: BatchStamps) -> None:
+        if self.paused:  # the time in between is no part of a step, as that between two epochs
+            batch, self.paused = batch._replace(first=True), False
         self.newest.append(batch)
         self.rates = batch.rates or self.rates
         for task in batch.tasks:
@@ -376,6 +389,12 @@ class StageStamps:
         self._stamped = False
         for watched in self._watched:
             watched.restart()
+
+    def paused(self) -> None:
+        """Have predictions leave out the time until the next batch is asked for."""
+        self.cut()
+        for watched in self._watched:
+            watched.paused = True
 
     def stop(self) -> None:
         """Take no more stamps; what was taken is kept."""

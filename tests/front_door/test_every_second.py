@@ -13,7 +13,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader, Sampler
 from trainers import quiet_trainer
 
-from lightning_fastdata import DataThroughputCallback, FastDataModule
+from lightning_fastdata import DataThroughputCallback, FastDataLoader, FastDataModule
 from lightning_fastdata.host import clock
 
 pytestmark = pytest.mark.usefixtures("virtual")
@@ -242,6 +242,16 @@ def test_validation_in_the_middle_of_an_epoch_is_validation(tmp_path, interval):
         "validation": pytest.approx(validations * (0.5 + 8 * 0.01)),
     }
     assert report.stages[1].duration_s == pytest.approx(validations * 8 * 0.01)
+
+
+def test_validation_within_an_epoch_is_no_time_of_the_steps_that_a_gain_is_simulated_from(tmp_path):
+    def told(name, **how):
+        late = FastDataLoader(Rows(64, 0.002), 2, num_workers=0)
+        report, _ = fit(tmp_path / name, train=late, val=DataLoader(Rows(4, 0.1), 2), **how)
+        (found,) = (each for each in report.verdict.findings if each.code == "FD303")
+        return found.remedy, found.gain
+
+    assert told("within", val_check_interval=3) == told("behind")
 
 
 def test_checkpoints_that_take_long_are_told(tmp_path):

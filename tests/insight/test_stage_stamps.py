@@ -79,6 +79,22 @@ class Queued(Dataset):
         return torch.zeros(2)
 
 
+def test_what_the_first_step_compiles_is_no_cpu_that_the_others_take(virtual):
+    loader = FastDataLoader(Files("a", 80), batch_size=4, num_workers=0, executor="torch")
+    meter = StageMeter("train", torch.device("cpu"))
+    meter.stamps.watch([loader])
+    batches = iter(loader)
+    for number in range(len(loader)):
+        meter.wait_began()
+        next(batches)
+        meter.timeline.wait_ended()
+        virtual.work(0.01 if number else 10.0)
+        virtual.advance(30_000_000)
+        meter.step_ended(4)
+    late = meter.evidence(meter.summary(), LoaderFacts(num_workers=0, usable_cpus=2))
+    assert late.setup.step_cpus == pytest.approx(0.25)
+
+
 def test_a_cpu_that_reading_lacked_is_not_taken_off_the_time_of_the_steps(virtual):
     dataset = Queued()
     dataset.clock = virtual

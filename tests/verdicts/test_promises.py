@@ -50,6 +50,18 @@ def test_the_step_that_a_loader_without_workers_is_promised_with_some_comes_true
         assert after == pytest.approx(first.gain.after_ms, rel=0.2), told
 
 
+def test_a_first_step_that_compiles_makes_no_workers_idle():
+    def steps(first_s):
+        left = [first_s]
+        return lambda batch, timeline: sleep(left.pop() if left else 0.002)
+
+    training = Training(dataset=Samples(480, blocked_s=0.002), step=steps(0.002), batch_size=8)
+    compiles = replace(training, step=steps(5.0))
+    usual, late = (followed(each, 2) for each in (training, compiles))
+    assert usual.busy_share > 0.9
+    assert late.busy_share == pytest.approx(usual.busy_share, abs=0.05)
+
+
 @each("workers", [1, 2])
 def test_a_slow_sample_that_is_a_batch_by_itself_is_told_what_its_repair_gains(workers):
     slow = Samples(640, blocked_s=0.002, slow_s=0.4, slow_every=80)
