@@ -201,7 +201,14 @@ def _latency(e: Evidence) -> Finding | None:
         e.gain(costs=scaled(e.costs, blocked=0.0)),
         _where_it_waits(e, share),
     )
-    return _more_workers(e, finding, together=(_read_more_by(e) or 0.0) < _BY_THEMSELVES)
+    return more_that_wait(e, finding)
+
+
+def more_that_wait(e: Evidence, otherwise: Finding) -> Finding:
+    """Return the finding with more workers, if they help beside what they may wait for."""
+    if _shares(e):
+        return otherwise
+    return _more_workers(e, otherwise, together=(_read_more_by(e) or 0.0) < _BY_THEMSELVES)
 
 
 def _bandwidth(e: Evidence) -> Finding | None:

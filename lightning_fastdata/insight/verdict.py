@@ -277,7 +277,7 @@ def _late(e: Evidence, remedy: Advice | None = None, *, least_ms: float = 0.0) -
     """Return the finding that the device waits for data; None if the stall is 10 % or less.
 
     ``least_ms``: least time of a step with the remedy; None: it is to be known why. Who takes
-    stamps is not told to do so.
+    stamps is not told to do so, but how many workers would help.
     """
     step, stall = e.summary.step, e.summary.stall
     if step is None or stall is None or stall.share <= STALL_HIGH:
@@ -299,7 +299,12 @@ def _late(e: Evidence, remedy: Advice | None = None, *, least_ms: float = 0.0) -
     if remedy is not None and e.loader.learn and not gain.worthwhile:
         learn = Advice(text=f"{prefix}{e.loader.learn}", for_speed=False)
         return make_finding(stall.share, cause, (learn,), None, leave)
-    return make_finding(stall.share, cause, tuple(advice), gain, leave)
+    found = make_finding(stall.share, cause, tuple(advice), gain, leave)
+    if remedy is not None or e.summary.causes is None:
+        return found
+    found = late_batches.more_that_wait(e, found)
+    more = tuple(replace(each, text=f"{prefix}{each.text}") for each in found.advice)
+    return replace(found, advice=more)
 
 
 def _fine(e: Evidence) -> Finding:

@@ -11,7 +11,7 @@ from misses import each
 from rig.machine import sleep
 from rig.virtual_crew import on_machine
 
-from lightning_fastdata.insight.verdict import findings
+from lightning_fastdata.insight.verdict import findings, judge
 from verdicts.known import evidence_with
 from verdicts.workloads import Samples, Training, sleep_for, slow_collate, train
 
@@ -60,6 +60,20 @@ def test_a_first_step_that_compiles_makes_no_workers_idle():
     usual, late = (followed(each, 2) for each in (training, compiles))
     assert usual.busy_share > 0.9
     assert late.busy_share == pytest.approx(usual.busy_share, abs=0.05)
+
+
+def test_where_no_single_cost_stands_out_the_workers_that_help_are_told_and_help():
+    training = Training(
+        dataset=Samples(960, blocked_s=0.0009, cpu_s=0.0009),
+        step=sleep_for(0.002),
+        batch_size=8,
+        loader={"collate_fn": partial(slow_collate, 0.006)},
+    )
+    (first,) = judge(followed(training, 2)).findings
+    assert (first.code, first.severity) == ("FD104", "high")
+    (told,) = (n for n in range(3, 65) if first.remedy == f"LoaderOptions(num_workers={n})")
+    after = followed(training, told).times.step_ms
+    assert after == pytest.approx(first.gain.after_ms, rel=0.15)
 
 
 @each("workers", [1, 2])
