@@ -6,6 +6,7 @@ The stamps of batches show it.
 from __future__ import annotations
 
 import math
+import statistics
 from dataclasses import replace
 from functools import partial
 from typing import Final
@@ -22,6 +23,7 @@ from lightning_fastdata.insight.finding import (
     make_finding,
 )
 from lightning_fastdata.insight.waits import (
+    SLOW_FACTOR,
     OperationShare,
     lock_between_processes,
     seen_at_lock,
@@ -30,6 +32,8 @@ from lightning_fastdata.insight.waits import (
 from lightning_fastdata.loading.simulate import LoaderSetup, scaled
 
 _SLOW_HIGH, _BUSY_HIGH = 0.30, 0.95
+_MANY: Final = 0.1
+"""Part of all samples, 0 to 1, above which slow ones are no exceptions that could be repaired."""
 _SHARED, _BY_THEMSELVES = 0.35, 0.75
 """Bounds of what :func:`_read_more_by` returns: below the first, workers wait for something that
 they share; from the second on, each waits by itself."""
@@ -99,6 +103,11 @@ def largest(e: Evidence) -> tuple[str, float]:
         shares["read_cpu"] += shares.pop("read_runqueue") + shares.pop("queued")
         if _at_limit(e):
             shares["read_blocked"] += shares.pop("slow_sample")
+        elif _many_are_slow(e):
+            slow = shares.pop("slow_sample")
+            computes = sum(c.cpu_ns for c in e.costs) / max(1, sum(c.read_ns for c in e.costs))
+            shares["read_cpu"] += computes * slow
+            shares["read_blocked"] += (1 - computes) * slow
     name = max(shares, key=shares.__getitem__, default="")
     share = shares.get(name, 0.0)
     return (name, share) if share >= DOMINANT else ("", 0.0)
@@ -133,7 +142,7 @@ def _more_workers(
 
 def _slow_samples(e: Evidence) -> Finding | None:
     share = e.shares.get("slow_sample", 0.0)
-    if share < _SLOW_HIGH or _at_limit(e):
+    if share < _SLOW_HIGH or _at_limit(e) or _many_are_slow(e):
         return None
     named = ", ".join(
         f"{printable(str(s.path or s.index), keep='')} "
@@ -175,6 +184,23 @@ def _at_limit(e: Evidence) -> bool:
     If only a sample were slow by itself, the workers would soon have nothing to do.
     """
     return _shares(e) and e.busy_share is not None and e.busy_share > _BUSY_HIGH
+
+
+def _many_are_slow(e: Evidence) -> bool:
+    """Return whether slow samples are so many that they are what the data is like.
+
+    Only the slowest sample of a batch is known, so that batches without a slow one tell how many
+    there are; at least half a batch is taken for such a one.
+    """
+    if not e.costs:
+        return False
+    usual_ns = statistics.median(
+        (cost.read_ns - (cost.slowest_ns if cost.samples > 1 else 0.0)) / max(1, cost.samples - 1)
+        for cost in e.costs
+    )
+    without = sum(cost.slowest_ns <= SLOW_FACTOR * usual_ns for cost in e.costs)
+    samples = statistics.fmean(cost.samples for cost in e.costs)
+    return max(0.5, without) / len(e.costs) < math.pow(1 - _MANY, samples)
 
 
 def _where_it_waits(e: Evidence, share: float) -> str:

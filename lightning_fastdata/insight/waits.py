@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _NS_PER_MS: Final = 1e6
-_SLOW_FACTOR: Final = 4.0
+SLOW_FACTOR: Final = 4.0
 """A sample is slow, and holds up batches behind it, from this many times the typical time on."""
 _KEPT_TASKS: Final = 64
 _TYPICAL_WEIGHT: Final = 0.05
@@ -203,7 +203,7 @@ class WaitCutter:
         # Without a CPU any sample takes long, so that time makes none slow.
         typical, slowest = self.typical_ns, task.slowest_ns - (task.runqueue_ns or 0)
         excess = 0.0
-        if typical is not None and slowest >= _SLOW_FACTOR * typical:
+        if typical is not None and slowest >= SLOW_FACTOR * typical:
             excess = slowest - typical
         slow = min(overlap_ns, excess)
         rest = overlap_ns - slow
@@ -238,7 +238,7 @@ class WaitCutter:
             known = self.typical_ns
             if known is None:
                 self.typical_ns = each
-            elif each < _SLOW_FACTOR * known:
+            elif each < SLOW_FACTOR * known:
                 self.typical_ns = known + _TYPICAL_WEIGHT * (each - known)
             else:
                 # One slow sample alone in its task says little about the others.

@@ -64,6 +64,11 @@ class BatchCost:
     collate_blocked_ns: float = 0.0
     """Part of ``blocked_ns`` in which the batch is collated."""
 
+    @property
+    def read_ns(self) -> float:
+        """Time to read the samples, on a CPU or blocked."""
+        return self.cpu_ns + self.blocked_ns - self.collate_blocked_ns
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderSetup:
@@ -263,9 +268,9 @@ def scaled(
     than the others of its batch; one that is a batch by itself, no longer than half of all batches.
     """
     found = []
-    usual = 0.0 if slow_samples or not costs else statistics.median(map(_read_ns, costs))
+    usual = 0.0 if slow_samples or not costs else statistics.median(each.read_ns for each in costs)
     for cost in costs:
-        waits, read = cost.blocked_ns - cost.collate_blocked_ns, _read_ns(cost)
+        waits, read = cost.blocked_ns - cost.collate_blocked_ns, cost.read_ns
         keep = 1.0
         if not slow_samples and read > 0:
             others = (read - cost.slowest_ns) * cost.samples
@@ -283,10 +288,6 @@ def scaled(
             )
         )
     return found
-
-
-def _read_ns(cost: BatchCost) -> float:
-    return cost.cpu_ns + cost.blocked_ns - cost.collate_blocked_ns
 
 
 def simulate(

@@ -90,6 +90,19 @@ def test_a_slow_sample_that_is_a_batch_by_itself_is_told_what_its_repair_gains(w
     assert after == pytest.approx(first.gain.after_ms, rel=0.1)
 
 
+@each("batch_size", [1, 4])
+def test_where_a_quarter_of_all_samples_is_slow_as_storage_is_the_workers_that_help_are_told(
+    batch_size,
+):
+    slow = Samples(960, blocked_s=0.0005, slow_s=0.008, slow_every=4)
+    training = Training(dataset=slow, step=sleep_for(0.0005 * batch_size), batch_size=batch_size)
+    first = findings(followed(training, 1))[0]
+    assert first.code == "FD303"
+    (told,) = (n for n in range(2, 65) if f"num_workers={n})" in first.remedy)
+    after = followed(training, told).times.step_ms
+    assert after == pytest.approx(first.gain.after_ms, rel=0.2)
+
+
 @each(
     ("code", "costs"),
     [
