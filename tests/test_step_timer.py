@@ -550,6 +550,19 @@ def test_a_first_step_of_validation_that_computes_for_long_is_not_its_waiting():
     assert "FD318" not in {each.code for each in timer.report().verdict.findings}
 
 
+def test_what_passes_between_two_steps_is_told_and_no_loader_is_said_to_save_it():
+    timer = StepTimer("cpu")
+    for _ in timer.batches(DataLoader(samples(40, range(40), ms=1), 2)):
+        pass_ms(10)
+        timer.step_ended()
+        pass_ms(38)
+    verdict = timer.report().verdict
+    assert verdict.sentence.endswith("(2.0 of 12.0 ms)")
+    assert "38.0 ms pass between two steps" in verdict.evidence
+    (found,) = verdict.findings
+    assert (found.gain.before_ms, found.gain.after_ms) == pytest.approx((50, 48))
+
+
 def test_one_timer_after_another_takes_the_stamps_of_a_loader_while_it_is_read():
     loader = FastDataLoader(samples(8))
     for _ in range(2):

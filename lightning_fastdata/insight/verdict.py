@@ -211,6 +211,9 @@ def _evidence(summary: StageSummary, loader: LoaderFacts, wall: WallTime) -> tup
             evidence.append(f"{hidden:.1f} of {wait.mean_ms:.1f} ms of waiting hide behind the GPU")
         if wait.p50_ms > 0 and wait.p95_ms > 3 * wait.p50_ms:
             evidence.append(f"waits come in bursts (p50 {wait.p50_ms:.1f}, p95 {wait.p95_ms:.1f})")
+    step, gap = summary.step, summary.gap
+    if step and gap and gap.mean_ms > STALL_HIGH * (step.mean_ms + gap.mean_ms):
+        evidence.append(f"{gap.mean_ms:.1f} ms pass between two steps")
     if summary.cold_wait_ms is not None:
         # Workers of torch start in iter(), before the first batch is waited for.
         later_s = dict(wall.names_of("epoch_starts")).get("later epochs", 0.0)
@@ -293,8 +296,10 @@ def _late(e: Evidence, remedy: Advice | None = None, *, least_ms: float = 0.0) -
         parts = "; ".join(f"{PART_WORDS[name + '_ms']}: {share:.0%}" for name, share in largest)
         cause += f"; {prefix}no single cost stands out: {parts} of the wait"
         advice = []
-    after_ms = max(step.mean_ms - e.stall_ms, least_ms)
-    gain = Gain(before_ms=step.mean_ms, after_ms=after_ms, basis="floor")
+    # As of other findings, a step with what lies between it and the next one, which data cannot save.
+    whole_ms = e.step_times.step_ms or step.mean_ms
+    after_ms = max(whole_ms - e.stall_ms, least_ms)
+    gain = Gain(before_ms=whole_ms, after_ms=after_ms, basis="floor")
     leave = _leave_alone(e.summary, "loading")
     if remedy is not None and e.loader.learn and not gain.worthwhile:
         learn = Advice(text=f"{prefix}{e.loader.learn}", for_speed=False)
