@@ -229,7 +229,7 @@ def _transfer(e: Evidence) -> Finding | None:
         what = "looking for tensors in the many objects of a batch"
         remedy = "batches of few tensors, or lists of objects within a class of your own, into "
         remedy += "which Lightning does not look"
-    leave = "the number of workers"
+    leave = "" if e.step_times.stalls else "the number of workers"
     return _phase(e, e.summary.transfer, TRANSFER_HIGH, what, remedy, leave)
 
 
@@ -244,7 +244,8 @@ def _augmentation(e: Evidence) -> Finding | None:
     # Which place is faster was not known before there were steps.
     idle = e.settings_in == "LoaderOptions" and not e.augment_hook and not e.step_times.stalls
     remedy = (elsewhere, fewer) if idle else (fewer,)
-    return _phase(e, e.summary.augment, AUGMENT_HIGH, what, remedy, "the loader")
+    leave = "" if e.step_times.stalls else "the loader"
+    return _phase(e, e.summary.augment, AUGMENT_HIGH, what, remedy, leave)
 
 
 def _padding(e: Evidence) -> Finding | None:

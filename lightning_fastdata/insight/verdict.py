@@ -296,7 +296,7 @@ def _late(e: Evidence, remedy: Advice | None = None, *, least_ms: float = 0.0) -
         parts = "; ".join(f"{PART_WORDS[name + '_ms']}: {share:.0%}" for name, share in largest)
         cause += f"; {prefix}no single cost stands out: {parts} of the wait"
         advice = []
-    # As of other findings, a step with what lies between it and the next one, which data cannot save.
+    # As of other findings: a step with the gap behind it, which faster data does not shorten.
     whole_ms = e.step_times.step_ms or step.mean_ms
     after_ms = max(whole_ms - e.stall_ms, least_ms)
     gain = Gain(before_ms=whole_ms, after_ms=after_ms, basis="floor")

@@ -252,7 +252,8 @@ def _epoch_starts(e: Evidence) -> Finding | None:
     if e.loaders_anew:
         what = f"loaders are made anew in the course of the training, and {what}"
         advice = (_MADE_ONCE,)
-    return _pause(e.wall, later_s, what, advice, "the loader within epochs")
+    leave = "" if e.step_times.stalls else "the loader within epochs"
+    return _pause(e.wall, later_s, what, advice, leave)
 
 
 def _validation(e: Evidence) -> Finding | None:

@@ -161,6 +161,22 @@ def test_workers_of_validation_are_said_to_save_no_more_than_they_can(
     assert found.gain.saved_ms * wall.steps / 1000 == pytest.approx(saved_s)
 
 
+@each(
+    ("code", "cost"),
+    [
+        ("FD310", {"cold_steps": 2, "wall": run_of(epoch_starts=0.8, compute=9.2)}),
+        ("FD312", {"transfer_ms": 4.0, "device": "cuda"}),
+        ("FD313", {"augment_ms": 8.0}),
+    ],
+)
+def test_nobody_is_told_to_leave_a_loader_alone_that_another_finding_wants_changed(code, cost):
+    for beside, alone in ((FINE, True), ({}, False)):
+        evidence = TABLE["FD303"][0] if not alone else evidence_with()
+        found = {f.code: f for f in findings(evidence_with(evidence, **{**beside, **cost}))}
+        assert ("FD303" in found) is not alone
+        assert bool(found[code].leave_alone) is alone
+
+
 def test_nothing_measured_gives_no_findings():
     assert findings(evidence_with()) == ()
 
