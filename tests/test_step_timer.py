@@ -558,7 +558,7 @@ def test_what_passes_between_two_steps_is_told_and_no_loader_is_said_to_save_it(
         pass_ms(38)
     verdict = timer.report().verdict
     assert verdict.sentence.endswith("(2.0 of 12.0 ms)")
-    assert "38.0 ms pass between two steps" in verdict.evidence
+    assert "38.0 ms pass beside each step" in verdict.evidence
     (found,) = verdict.findings
     assert (found.gain.before_ms, found.gain.after_ms) == pytest.approx((50, 48))
 

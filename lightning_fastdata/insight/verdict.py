@@ -213,7 +213,7 @@ def _evidence(summary: StageSummary, loader: LoaderFacts, wall: WallTime) -> tup
             evidence.append(f"waits come in bursts (p50 {wait.p50_ms:.1f}, p95 {wait.p95_ms:.1f})")
     step, gap = summary.step, summary.gap
     if step and gap and gap.mean_ms > STALL_HIGH * (step.mean_ms + gap.mean_ms):
-        evidence.append(f"{gap.mean_ms:.1f} ms pass between two steps")
+        evidence.append(f"{gap.mean_ms:.1f} ms pass beside each step")
     if summary.cold_wait_ms is not None:
         # Workers of torch start in iter(), before the first batch is waited for.
         later_s = dict(wall.names_of("epoch_starts")).get("later epochs", 0.0)
