@@ -216,8 +216,6 @@ class PipelineTransform(StageTransform):
     """Transform that was fitted to a dataset to make this, and that runs on the device; or None."""
     _state: Fingerprint | None = None
     """Fingerprint of the pipeline when it was planned; None: it has no fingerprint."""
-    _epoch: int | None = None
-    """Epoch of the last batch of another loader; None: no such batch since it was planned."""
 
     def __init__(self, pipeline: Any, fields: Fields) -> None:
         self.name = type(pipeline).__name__
@@ -277,17 +275,10 @@ class PipelineTransform(StageTransform):
     def take_in(self) -> None:
         """Plan for the pipeline as it is now."""
         self._state = self.state()
-        self._epoch = None
 
     def state(self) -> Fingerprint | None:
         """Return the fingerprint of the pipeline as it is now; None: it has none."""
         return fingerprint(self.pipeline, with_globals=False)
-
-    def follow(self, epoch: int | None = None) -> None:
-        """Plan anew if the pipeline has changed; with an epoch, only where another epoch begins."""
-        if (epoch is None or epoch != self._epoch) and self._has_changed():
-            self.take_in()
-        self._epoch = epoch
 
     def _has_changed(self) -> bool:
         state = self.state()

@@ -221,7 +221,8 @@ class BatchTransform(PipelineTransform):
         """
         fine = key is None or (isinstance(key, SampleKey) and all(map(is_whole, key)))
         check("key", key, fine, "None and a SampleKey(seed, epoch, index) of whole numbers")
-        self.follow()
+        if self._has_changed():
+            self.take_in()
         bare = isinstance(images, torch.Tensor)
         if masks is not None and not bare:
             raise BatchError(
@@ -346,7 +347,6 @@ class BatchTransform(PipelineTransform):
             BatchError: there is no image batch, or one of floats outside of [0, 1].
             TransformError: the pipeline needs boxes or keypoints, which a collated batch has lost.
         """
-        self.follow(key.epoch)
         return self._run_collated(batch, key, self._fields)
 
     def _run_collated(self, batch: Batch, key: SampleKey, fields: Fields) -> Batch:

@@ -196,9 +196,9 @@ class _Work:
         self._aside = aside
         self._seed = derived_seed(owner.seed, "prefetch", rank_now().number)
         self._epoch = epoch
-        loader: Any = owner.loader
-        on_device = getattr(loader, "on_device", False)
-        self._prepared: StageTransform | None = loader.transform if on_device else None
+        self._loader: Any = owner.loader
+        # The program may have changed the pipeline since the epoch before.
+        owner._transform = None if owner._transform is None else owner._transform.renewed()
         self._transform: StageTransform | None = owner._transform
         self._counts = deque([start], 2)
         """Batches and samples before the last batch that was sent, and those including it."""
@@ -221,12 +221,13 @@ class _Work:
         if isinstance(moved, StagedBatch) and moved.draws is None:
             moved = moved.batch
         elif isinstance(moved, StagedBatch):
-            if self._prepared is None:
+            if not getattr(self._loader, "on_device", False):
                 raise BatchError(
                     "The loader gave a StagedBatch with draws, but has no transform= with "
                     "on_device=True that they were drawn for. Pass the FastDataLoader itself."
                 )
-            moved = self._prepared.apply(moved.batch, moved.draws)
+            # The loader takes in a changed pipeline as its epoch begins, with the first batch.
+            moved = self._loader.transform.apply(moved.batch, moved.draws)
         if self._transform is None:
             return moved
         key = SampleKey(self._seed, self._epoch, count.samples)

@@ -208,11 +208,11 @@ def augment_foreign_batches(
     watch = StateWatch((), "")
 
     def augment(batch: Batch) -> Batch:
-        nonlocal epoch, samples, watch
+        nonlocal transform, epoch, samples, watch
         if batch is None or not trainer.training or not in_transfer():
             return batch
         if trainer.current_epoch != epoch:
-            epoch, samples = trainer.current_epoch, 0
+            epoch, samples, transform = trainer.current_epoch, 0, transform.renewed()
             watch = StateWatch(transform.made_of(), PIPELINE_CHANGED)
         watch.asked()
         # Other ranks, other callbacks and the loader draw for other samples of these numbers.

@@ -214,10 +214,11 @@ def test_a_changed_pipeline_is_planned_anew(monkeypatch, recorded):
     assert transform.renewed() is transform
     pipeline.transforms.append(v2.RandomInvert())
     assert len(transform.renewed().plan.leaves) == 3
-    # Batches of other loaders follow with the next epoch.
+    # Whoever takes batches of other loaders asks for it as an epoch begins.
     batch = [torch.stack(images(2, 20, 24)), torch.arange(2)]
     for epoch, steps in ((0, 3), (1, 4)):
         key = keys(1, epoch=epoch)[0]
+        transform = transform.renewed()
         made = transform.apply_unprepared(batch, key)[0]
         assert_same(made[0], eager(pipeline, [images(1, 20, 24)[0]], [key])[0], types=False)
         assert len(pipeline.transforms) == steps

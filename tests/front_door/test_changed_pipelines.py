@@ -13,9 +13,17 @@ import torch
 from misses import each
 from samples import Samples
 from torch.utils.data import DataLoader
+from torchvision.transforms import v2
 from trainers import Learner, quiet_trainer
 
-from lightning_fastdata import BatchTransform, DataThroughputCallback, FastDataModule
+from lightning_fastdata import (
+    BatchTransform,
+    DataThroughputCallback,
+    FastDataLoader,
+    FastDataModule,
+    as_batch_transform,
+    prefetch,
+)
 from lightning_fastdata.errors import FastDataWarning, OptionsError
 
 IMAGE = np.arange(48, dtype=np.uint8).reshape(4, 4, 3)
@@ -79,6 +87,47 @@ def test_so_does_one_that_is_called_with_the_next_call(change, on_cpu) -> None:
     assert torch.equal(aug(images), 255 - right)
     change(compose)
     assert torch.equal(aug(images), right)
+
+
+TENSOR = torch.from_numpy(IMAGE).permute(2, 0, 1).contiguous()
+TENSORS = Samples(lambda _: TENSOR, 4)
+INVERTS = [inverting, lambda: v2.Compose([v2.RandomInvert(1.0)])]
+
+
+@each("make", INVERTS)
+@each("way", ["callback", "prefetch"])
+def test_so_does_one_with_the_next_run_whose_epochs_have_the_same_numbers(make, way) -> None:
+    pipeline, loader = make(), DataLoader(TENSORS, 4)
+    callback = DataThroughputCallback(augment=pipeline, summary=False, report=False)
+    batches, made = prefetch(loader, "cpu", pipeline), []
+    for chance in (1, 0, 1):
+        pipeline.transforms[0].p = chance
+        if way == "callback":
+            model = Learner()
+            quiet_trainer(callbacks=[callback]).fit(model, loader)
+            made += model.seen
+        else:
+            batches.set_epoch(0)
+            made += batches
+    assert [torch.equal(batch, (255 - TENSOR).expand(4, -1, -1, -1)) for batch in made] == [1, 0, 1]
+
+
+@each(
+    "change",
+    [
+        lambda steps: setattr(steps[0], "threshold", 10),
+        lambda steps: steps.insert(0, v2.RandomEqualize(1.0)),
+    ],
+)
+def test_what_prefetch_leaves_to_a_device_is_carried_out_by_the_changed_pipeline(change) -> None:
+    pipeline = v2.Compose([v2.RandomSolarize(40, p=1.0)])
+    transform = as_batch_transform(pipeline)
+    loader = FastDataLoader(TENSORS, 4, transform=transform, on_device=True, staged="train")
+    batches = prefetch(loader, "cpu")
+    for _ in range(2):
+        (made,) = batches
+        assert torch.equal(made, pipeline(TENSOR).expand(4, -1, -1, -1))
+        change(pipeline.transforms)
 
 
 def test_another_pipeline_is_refused_while_the_training_runs_and_taken_before() -> None:

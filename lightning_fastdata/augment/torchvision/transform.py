@@ -189,7 +189,6 @@ class TorchvisionTransform(PipelineTransform):
             TransformError: the pipeline needs boxes or keypoints, which a collated batch has lost,
                 or its results cannot be stacked.
         """
-        self.follow(key.epoch)
         with plain_tensors():
             return self.run_collated(
                 batch, key, on_device=first_device(batch) != torch.device("cpu")
