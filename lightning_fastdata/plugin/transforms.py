@@ -14,9 +14,15 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
 
 from lightning_fastdata.augment import StageTransform, as_batch_transform, left_undone
-from lightning_fastdata.batches.staged import StagedBatch, batch_samples, move
+from lightning_fastdata.batches.staged import StagedBatch, move
 from lightning_fastdata.device.backend import reads_page_locked
-from lightning_fastdata.device.prefetch import BATCHES_AHEAD, Crossing, OneAhead, SideLane
+from lightning_fastdata.device.prefetch import (
+    BATCHES_AHEAD,
+    Crossing,
+    OneAhead,
+    SideLane,
+    drawn_under,
+)
 from lightning_fastdata.device.shared_draws import told_of_shared_draws
 from lightning_fastdata.errors import FastDataWarning, TransformError, check_among
 from lightning_fastdata.loading.loader import PIPELINE_CHANGED
@@ -204,25 +210,27 @@ def augment_foreign_batches(
     """
     datamodule = seams.attributes_of(trainer).datamodule
     owner = pl_module if seams.overridden_hook(datamodule, _HOOK) is None else datamodule
-    epoch, samples = -1, 0  # ``samples`` of this epoch were augmented
+    epoch = -1
     watch = StateWatch((), "")
 
     def augment(batch: Batch) -> Batch:
-        nonlocal transform, epoch, samples, watch
+        nonlocal transform, epoch, watch
         if batch is None or not trainer.training or not in_transfer():
             return batch
-        if trainer.current_epoch != epoch:
-            epoch, samples, transform = trainer.current_epoch, 0, transform.renewed()
+        place = seams.training_place(trainer)
+        if place.epoch != epoch:
+            epoch, transform = place.epoch, transform.renewed()
             watch = StateWatch(transform.made_of(), PIPELINE_CHANGED)
         watch.asked()
-        # Other ranks, other callbacks and the loader draw for other samples of these numbers.
-        own = derived_seed(seed, "callback", steps.index(augment), trainer.global_rank)
-        key = SampleKey(own, epoch, samples)
-        samples += batch_samples(batch)
+        # Other ranks, other callbacks and the loader draw other numbers. Those of a batch rest on
+        # no other batch, so that a run may go on from any of them.
+        number = steps.index(augment), trainer.global_rank, place.taken
+        key = SampleKey(derived_seed(seed, "callback", *number), epoch, 0)
+        draws = drawn_under(key.seed, epoch, 0, trainer.strategy.root_device)
+        with draws, told_of_shared_draws(transform, batch):
+            batch = transform.apply_unprepared(batch, key)
         # Lightning converts to the precision's dtype before the transfer; uint8 images became
         # floating point only now.
-        with told_of_shared_draws(transform, batch):
-            batch = transform.apply_unprepared(batch, key)
         watch.handed_out()
         return trainer.precision_plugin.convert_input(batch)
 

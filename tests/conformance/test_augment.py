@@ -8,11 +8,12 @@ import pytest
 import torch
 from albumentations.pytorch import ToTensorV2
 from conformance.pieces import Images, Pixels, make_trainer, quiet
+from lightning.pytorch import Callback
 from PIL import Image
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from lightning_fastdata import FastDataModule, LoaderOptions
+from lightning_fastdata import FastDataLoader, FastDataModule, LoaderOptions
 from lightning_fastdata.data import ListsOf
 
 torch.set_num_threads(1)
@@ -199,6 +200,34 @@ def test_the_callback_augments_plain_loaders_with_the_pipelines_own_pixels(tmp_p
             raw = torch.as_tensor(Images()[int(i)][0]).permute(2, 0, 1)
             forms = [raw, raw.flip(1), raw.flip(2), raw.flip(1, 2)]
             assert any(torch.equal(image, form) for form in forms)
+
+
+class SavesBehindTheFirst(Callback):
+    def __init__(self, path):
+        self.path = path
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if batch_idx == 0:
+            trainer.save_checkpoint(self.path)
+
+
+def noisy(batch):
+    return [batch[0] + torch.rand(len(batch[0]), 1, 1, 1), batch[1]]
+
+
+@pytest.mark.parametrize("augment", [flips, lambda: noisy])
+def test_what_the_callback_draws_is_the_same_after_a_resume_within_the_epoch(tmp_path, augment):
+    saved = tmp_path / "within.ckpt"
+
+    def run(*more, ckpt_path=None):
+        model, loader = Keeps(), FastDataLoader(Images(12), 3, shuffle=False)
+        trainer = make_trainer(tmp_path, callbacks=[quiet(augment=augment()), *more], max_epochs=1)
+        trainer.fit(model, loader, ckpt_path=ckpt_path)
+        return model.batches
+
+    whole, rest = run(SavesBehindTheFirst(saved)), run(ckpt_path=saved)
+    assert [numbers.tolist() for _, numbers in rest] == [[3, 4, 5], [6, 7, 8], [9, 10, 11]]
+    assert equal([images for images, _ in whole[1:]], [images for images, _ in rest])
 
 
 @pytest.mark.parametrize("place", ["gpu", "cpu"])

@@ -81,10 +81,10 @@ def test_the_callback_gives_a_training_gray_batches_in_their_form(form: str) -> 
     callback = DataThroughputCallback(augment=pipeline, summary=False, report=False)
     loader = DataLoader(TensorDataset(images.clone()), batch_size=2)
     quiet_trainer(callbacks=[callback]).fit(module, loader)
-    seen = torch.cat(module.seen)
-    seed = derived_seed(7, "callback", 0, 0)  # of its first callback, on rank 0
-    assert torch.equal(seen, made(pipeline, images, False, seed)[: len(seen)])
-    assert torch.equal(seen, made(pipeline, images, True, seed)[: len(seen)])
+    for number, (seen, given) in enumerate(zip(module.seen, images.split(2), strict=True)):
+        seed = derived_seed(7, "callback", 0, 0, number)  # of its first callback, on rank 0
+        for there in (False, True):
+            assert torch.equal(seen, made(pipeline, given, there, seed))
 
 
 def test_floats_that_a_precision_made_halves_are_told_to_be_bytes():
