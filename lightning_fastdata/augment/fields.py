@@ -9,7 +9,7 @@ from __future__ import annotations
 import numbers
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from itertools import islice, pairwise
 from typing import Any, Final, Literal, NamedTuple, TypeAlias, TypeVar
 
@@ -127,7 +127,8 @@ def find_fields(item: Batch, fields: Fields, *, batched: bool, names: Iterable[s
     elif _rank(item, batched=batched) is not None:
         return Found(None, None)
     raise BatchError(
-        f"No image was found in {describe(item)}. Expected the key 'image', or a tuple with an "
+        f"No image was found in {describe(item)}. {_where_fields_are(item)}"
+        "Expected the key 'image', or a tuple with an "
         "image in it (PIL, or an array or tensor of numbers with 2 or 3 dimensions per sample), or "
         "frames or a volume under Albumentations' names for them ('images', 'volume'). "
         "Say where it is with image=<key or index>."
@@ -147,6 +148,7 @@ def check_named(item: Batch, fields: Fields) -> None:
             raise BatchError(
                 f"There is no field {location!r} (given as {name}=) in {describe(item)}. "
                 f"Name a key or an index that exists{in_namedtuple(item, location)}. If samples of "
+                f"{_where_fields_are(item)}"
                 "another stage have it, give this stage a transform of its own: "
                 f"as_batch_transform(pipeline), without {name}={location!r}, in "
                 "augment={<stage>: ...}."
@@ -154,6 +156,13 @@ def check_named(item: Batch, fields: Fields) -> None:
 
 
 def in_namedtuple(item: Batch, location: int | str) -> str:
+def _where_fields_are(item: Batch) -> str:
+    """Return for messages what has fields, if a sample or batch is no such thing; "" if it is."""
+    has_them = isinstance(item, Mapping | list | tuple | np.ndarray | torch.Tensor)
+    kind = type(item).__name__
+    return "" if has_them else f"Return a dict or a tuple: {kind} has no fields that are known. "
+
+
     """Return for messages where a namedtuple has the field of a name; "" for anything else."""
     names: tuple[int | str, ...] = getattr(item, "_fields", ())
     return f": of a namedtuple its position, {names.index(location)}" if location in names else ""
@@ -443,8 +452,8 @@ def _arrays(
     if isinstance(value, np.ndarray | torch.Tensor):
         shape = tuple(value.shape)
         yield path, value, shape[1:] if samples is not None and shape[:1] == (samples,) else shape
-    elif isinstance(value, Mapping):
-        for key, part in value.items():
+    elif isinstance(value, Mapping) or is_dataclass(value):
+        for key, part in children(value) or ():
             yield from _arrays(part, (*path, key), samples)
     elif isinstance(value, list | tuple):
         width = _width_of_rows(value)
@@ -493,7 +502,7 @@ def _role_of(path: Path, mover: Mover) -> str:
         return (
             "If it is a mask, let the dataset return it as tv_tensors.Mask"
             f"{named if len(path) == 1 else ''}. If it is another image, return both as "
-            "tv_tensors.Image."
+            "tv_tensors.Image. v2 finds them in dicts, lists and tuples alone."
         )
     if len(path) > 1:
         return (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import namedtuple
+from dataclasses import make_dataclass
 
 import albumentations as A
 import numpy as np
@@ -87,6 +88,12 @@ def test_what_would_stay_behind_is_named_with_the_argument_that_gives_it_a_role(
 def test_it_is_told_before_the_first_batch(sample):
     with pytest.raises(BatchError, match=r"mask=.*additional_targets"):
         as_batch_transform(moves()).check_sample(sample)
+
+
+def test_what_would_stay_behind_is_named_in_a_dataclass_too():
+    truth = make_dataclass("Truth", ["organ"])(MASK)
+    with pytest.raises(BatchError, match=r"The field \[1\]\['organ'\] .*HorizontalFlip"):
+        as_batch_transform(moves()).check_sample((IMAGE, truth))
 
 
 def wanted(sample, names):

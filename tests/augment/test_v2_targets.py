@@ -389,6 +389,8 @@ def test_what_v2_leaves_behind_is_refused_in_whatever_it_lies():
 
 @pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("last", [v2.RandomInvert(), v2.ElasticTransform()])
+        (tv_tensors.Image(image), Shot(typed)),
+        (tv_tensors.Image(image), {"target": UserDict(mask=typed)}),
 def test_what_writes_in_place_leaves_the_dataset_as_it_is(on_device, last):
     """As in the workers of a DataLoader, whose memory is their own in each epoch."""
     kept = images(1, 30, 30, torch.float32)[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import make_dataclass
 
 import albumentations as A
 import numpy as np
@@ -114,6 +115,7 @@ def test_a_dataset_that_raises_is_named_with_its_cause(tmp_path, workers):
         ({"photo": np.zeros((4, 4, 3), np.uint8)}, r"No image was found in \{'photo'"),
         ({"image": np.zeros((2, 4, 4, 3), np.uint8)}, "2 or 3 dimensions per sample"),
         ({"image": "photo.jpg"}, "The image is str. Expected a PIL image"),
+        (make_dataclass("Shot", ["image"])(None), "Return a dict or a tuple: Shot has no fields"),
     ],
 )
 def test_a_sample_without_a_usable_image_for_a_pipeline(tmp_path, sample, said):

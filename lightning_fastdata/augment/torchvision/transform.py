@@ -547,11 +547,15 @@ def check_roles(sample: Batch, fields: Fields, traits: Traits) -> None:
     if mover is None or size is None:
         return
 
+    found = tree_flatten(sample)[0]
+    # v2 looks into no dataclasses, and into no mappings but dicts.
+    seen = set(map(id, found))
+
     def moves(value: Any) -> bool:
         array = traits.takes_arrays and isinstance(value, np.ndarray)
-        return array or value is image or _has_role(value)
+        return id(value) in seen and (array or value is image or _has_role(value))
 
-    boxes = any(isinstance(one, tv_tensors.BoundingBoxes) for one in tree_flatten(sample)[0])
+    boxes = any(isinstance(one, tv_tensors.BoundingBoxes) for one in found)
     mover = mover._replace(takes_boxes=mover.takes_boxes or boxes)
     check_beside(sample, fields.stays, (size[0], size[1]), mover, moves=moves)
 
