@@ -96,7 +96,8 @@ def find_fields(item: Batch, fields: Fields, *, batched: bool, names: Iterable[s
 
     Raises:
         BatchError: there is no image, or the field that was named does not exist.
-        UnsureError: what has two dimensions stands before what has three.
+        UnsureError: what has two dimensions looks more like an image than what has three, or
+            stands before it.
     """
     check_named(item, fields)
     mapping = isinstance(item, Mapping)
@@ -113,17 +114,17 @@ def find_fields(item: Batch, fields: Fields, *, batched: bool, names: Iterable[s
             item, (mask, *fields.stays, *(int(name) for name in names if name.isdecimal()))
         )
         rest = [at for at in range(len(item)) if at not in others]
-        ranks = {at: _rank(item[at], batched=batched) for at in rest}
-        for rank in range(3):
-            fits = [at for at in rest if ranks[at] == rank]
-            deep = [at for at in fits if getattr(item[at], "ndim", 3) - batched == 3]
-            if deep and deep[0] != fits[0]:  # a table, a mask or boxes before an image, say
-                raise UnsureError(
-                    f"Which field of {describe(item)} is the image? Say image={fits[0]} or "
-                    f"image={deep[0]} (to FastDataModule, as_batch_transform)."
-                )
-            if fits:
-                return Found(fits[0], mask)
+        looked = ((at, _rank(item[at], batched=batched)) for at in rest)
+        ranks = {at: rank for at, rank in looked if rank is not None}
+        fits = sorted(ranks, key=lambda at: ranks[at])
+        deep = [at for at in fits if getattr(item[at], "ndim", 3) - batched == 3]
+        if deep and fits[0] not in deep:  # a table, a mask or boxes before an image, say
+            raise UnsureError(
+                f"Which field of {describe(item)} is the image? Say image={fits[0]} or "
+                f"image={deep[0]} (to FastDataModule, as_batch_transform)."
+            )
+        if fits:
+            return Found(fits[0], mask)
     elif _rank(item, batched=batched) is not None:
         return Found(None, None)
     raise BatchError(
@@ -147,15 +148,14 @@ def check_named(item: Batch, fields: Fields) -> None:
         if location is not None and not has_field(item, location):
             raise BatchError(
                 f"There is no field {location!r} (given as {name}=) in {describe(item)}. "
-                f"Name a key or an index that exists{in_namedtuple(item, location)}. If samples of "
                 f"{_where_fields_are(item)}"
+                f"Name a key or an index that exists{in_namedtuple(item, location)}. If samples of "
                 "another stage have it, give this stage a transform of its own: "
                 f"as_batch_transform(pipeline), without {name}={location!r}, in "
                 "augment={<stage>: ...}."
             )
 
 
-def in_namedtuple(item: Batch, location: int | str) -> str:
 def _where_fields_are(item: Batch) -> str:
     """Return for messages what has fields, if a sample or batch is no such thing; "" if it is."""
     has_them = isinstance(item, Mapping | list | tuple | np.ndarray | torch.Tensor)
@@ -163,6 +163,7 @@ def _where_fields_are(item: Batch) -> str:
     return "" if has_them else f"Return a dict or a tuple: {kind} has no fields that are known. "
 
 
+def in_namedtuple(item: Batch, location: int | str) -> str:
     """Return for messages where a namedtuple has the field of a name; "" for anything else."""
     names: tuple[int | str, ...] = getattr(item, "_fields", ())
     return f": of a namedtuple its position, {names.index(location)}" if location in names else ""

@@ -285,20 +285,27 @@ BEFORE = {
 
 
 @each("way", WAYS)
-@each("operation", [A.HorizontalFlip(p=1), A.RandomBrightnessContrast(p=1)])
+@each(
+    ("operation", "dtype"),
+    [
+        (A.RandomBrightnessContrast(p=1), np.uint8),
+        *((A.HorizontalFlip(p=1), dtype) for dtype in (np.uint8, np.int16, np.uint16)),
+    ],
+)
 @each("form", BEFORE)
 def test_what_has_two_dimensions_before_an_image_is_not_guessed_to_be_the_image(
-    way, operation, form
+    way, operation, dtype, form
 ):
-    sample = BEFORE[form], IMAGE, 3
+    image = IMAGE.astype(dtype)
+    sample = BEFORE[form], image, 3
     with pytest.raises(BatchError, match=r"is the image\? Say image=0 or image=1"):
         way(as_batch_transform(operation), sample)
     told = as_batch_transform(operation, image=1, stays=0)
     for transform in (told, as_batch_transform(operation, stays=0)):
         made = way(transform, sample)
         assert torch.equal(made[0][0], torch.as_tensor(BEFORE[form]))
-        assert not torch.equal(made[1][0], torch.from_numpy(IMAGE))
-    swapped = way(as_batch_transform(operation, stays=1), (IMAGE, BEFORE[form]))
+        assert not torch.equal(made[1][0], torch.from_numpy(image))
+    swapped = way(as_batch_transform(operation, stays=1), (image, BEFORE[form]))
     assert torch.equal(swapped[0][0], made[1][0])
 
 
