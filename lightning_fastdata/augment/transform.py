@@ -64,6 +64,7 @@ from lightning_fastdata.errors import (
 from lightning_fastdata.fingerprint import Fingerprint, fingerprint
 from lightning_fastdata.randomness.seeds import derived_seed, lasting
 from lightning_fastdata.tree import (
+    children,
     copy_of_compose,
     find_composes,
     find_instances,
@@ -290,9 +291,10 @@ class BatchTransform(PipelineTransform):
     def check_sample(self, sample: Batch) -> None:
         """Raise BatchError if a sample holds no image, or a field that would not move with it."""
         self._look_at(sample)
+        fields = {str(name) for name, _ in children(sample) or ()}
         for kind, processor in self.compose.processors.items():
             names = processor.data_fields
-            if not isinstance(sample, Mapping) or not any(name in sample for name in names):
+            if fields.isdisjoint(names):
                 warnings.warn(
                     f"The pipeline transforms {kind}, and the first sample has none: it is "
                     f"{describe(sample)}. Images would move without their {kind}. Let the dataset "

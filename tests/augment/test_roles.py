@@ -387,3 +387,12 @@ def test_boxes_that_move_or_are_said_to_stay_are_not_warned_of():
     as_batch_transform(moved).check_sample(sample)
     stays = as_batch_transform(moves(), stays=["bboxes", "size"])
     stays.check_sample(sample)
+
+
+def test_boxes_at_a_position_move_and_are_not_warned_of():
+    params = A.BboxParams("pascal_voc", label_fields=[])
+    flip = A.Compose([A.HorizontalFlip(p=1)], params, additional_targets={"1": "bboxes"})
+    sample = (IMAGE, [[1, 2, 30, 20]], "cat.jpg")
+    as_batch_transform(flip).check_sample(sample)
+    made, _ = as_batch_transform(flip).in_worker(on_device=False)(sample, KEY)
+    assert np.allclose(made[1], flip(image=IMAGE, **{"1": sample[1]})["1"])
