@@ -98,7 +98,8 @@ class ListsOf:
         batch = {}
         for name in known:
             column = [sample[name] for sample in samples]
-            batch[name] = column if name in self.fields else collate_samples(column)
+            listed = name in self.fields or is_note(name, first[name])
+            batch[name] = column if listed else collate_samples(column)
         return batch if named else list(batch.values())
 
 

@@ -112,6 +112,9 @@ BOXED = [
     {"image": image, "bboxes": [[2, 3, 20, 20 + n]] * (n % 3), "labels": [n] * (n % 3)}
     for n, image in enumerate(PHOTOGRAPHS)
 ]
+NOTED = A.ReplayCompose(
+    [A.HorizontalFlip(), A.VerticalFlip()], bbox_params=BOXES.processors["bboxes"].params
+)
 GRAY = A.ToGray(3, "average", p=1)
 CAST = A.OneOf([A.InvertImg(p=1), A.ToFloat(p=1)], p=1)
 CASES: dict[str, tuple[list[Any], Any, Callable[[list[Any]], Any] | None]] = {
@@ -261,6 +264,14 @@ def test_only_a_collate_fn_of_the_users_keeps_images_from_the_device():
         batches_of(boxed, BOXES, in_lists, "gpu")
     with pytest.raises(BatchError, match="no field 'boxes'"):
         batches_of(boxed, BOXES, ListsOf("boxes"), "gpu")
+
+
+@each("place", ["cpu", "gpu"])
+def test_what_a_pipeline_notes_of_its_draws_is_a_list_beside_lists_too(place):
+    boxed = Samples(BOXED.__getitem__, len(BOXED))
+    batches = batches_of(boxed, NOTED, ListsOf("bboxes", "labels"), place)
+    names = [[note["__class_fullname__"] for note in batch["replay"]] for batch in batches]
+    assert names == [["ReplayCompose"] * 4] * 2
 
 
 def test_lists_are_kept_by_the_places_of_fields_in_tuples_too():
