@@ -327,6 +327,15 @@ def test_tensors_with_their_channels_last_are_refused_where_v2_would_take_rows_f
         assert_same(done, pipeline(last), types=False)
 
 
+@pytest.mark.parametrize("side", [1, 3, 4])
+def test_small_patches_of_many_bands_have_them_first(side):
+    patch = torch.arange(200 * side * side).view(200, side, side)
+    flip = as_batch_transform(v2.RandomHorizontalFlip(1.0))
+    flip.check_sample((patch, 3))
+    made, _ = flip.in_worker(on_device=True)((patch, 3), keys(1)[0])
+    assert torch.equal(made[0], patch.flip(-1))
+
+
 def shifted(value):
     return value + 1 if isinstance(value, int) else value
 
@@ -380,6 +389,8 @@ def test_what_v2_leaves_behind_is_refused_in_whatever_it_lies():
         {"images": [image, image.clone()]},
         (image, [typed, mask]),
         ({"image": image}, {"masks": [mask]}),
+        (tv_tensors.Image(image), Shot(typed)),
+        (tv_tensors.Image(image), {"target": UserDict(mask=typed)}),
     ):
         with pytest.raises(BatchError, match=r"no role.*as tv_tensors\.Mask"):
             transform.check_sample(refused)
@@ -389,8 +400,6 @@ def test_what_v2_leaves_behind_is_refused_in_whatever_it_lies():
 
 @pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("last", [v2.RandomInvert(), v2.ElasticTransform()])
-        (tv_tensors.Image(image), Shot(typed)),
-        (tv_tensors.Image(image), {"target": UserDict(mask=typed)}),
 def test_what_writes_in_place_leaves_the_dataset_as_it_is(on_device, last):
     """As in the workers of a DataLoader, whose memory is their own in each epoch."""
     kept = images(1, 30, 30, torch.float32)[0]

@@ -561,8 +561,14 @@ def check_roles(sample: Batch, fields: Fields, traits: Traits) -> None:
 
 
 def _channels_are_last(image: Tensor) -> bool:
-    """Return whether an image ``[..., C, H, W]`` is none, but has its channels last."""
-    return image.ndim > 2 and image.shape[-1] in CHANNELS and image.shape[-3] not in CHANNELS
+    """Return whether an image ``[..., C, H, W]`` is none, but has its channels last.
+
+    A patch of many bands that is as high as wide is none of these, however small it is.
+    """
+    if image.ndim < 3:
+        return False
+    first, height, width = image.shape[-3:]
+    return width in CHANNELS and first not in CHANNELS and height != width
 
 
 def image_of(sample: Batch) -> Any:
