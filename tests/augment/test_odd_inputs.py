@@ -167,3 +167,19 @@ def test_colours_of_images_that_are_not_rgb_are_refused_as_in_albumentations(ope
     with pytest.raises((TypeError, ValueError, NotImplementedError)) as theirs:
         operation(image=image.copy())
     assert_refused_by_both(pipeline(operation), [{"image": image}], type(theirs.value), "")
+
+
+@each("on_device", [False, True])
+@each(
+    "operation",
+    [A.Equalize(p=1), A.Normalize(0.5, 0.25, normalization="min_max_per_channel")],
+)
+@each("channels", [0, 1, 3])
+def test_what_writes_to_its_image_leaves_the_dataset_as_it_is(operation, channels, on_device):
+    image = photographs(24, 30)[0][..., : channels or 1].copy()
+    image = image if channels else image[..., 0].copy()
+    image = image / np.float32(255) if isinstance(operation, A.Normalize) else image
+    before, worker = image.copy(), pipeline(operation).in_worker(on_device=on_device)
+    for key in keys(2):
+        worker({"image": image}, key)
+    assert np.array_equal(image, before)

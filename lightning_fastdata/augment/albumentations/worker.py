@@ -44,6 +44,8 @@ from lightning_fastdata.types import Batch, SampleKey
 _VOLUMES: Final = frozenset({"images", "volume", "volumes", "mask3d", "masks3d"})
 _SEVERAL: Final = _VOLUMES | {"masks"}
 _MASKS: Final = frozenset({"masks", "mask3d", "masks3d"})
+_WRITES: Final = "min_max_per_channel"
+"""How ``Normalize`` writes to the image that it is given, if that is one of floats."""
 _NAMES_OF_CALLS: Final = frozenset({"force_apply", "params", "self"})
 """Arguments of Albumentations' own methods, which fields cannot be passed beside."""
 
@@ -89,6 +91,7 @@ class ComposeWorker(WorkerTransform):
         """Names of fields that code of the user's is not given; None: there is no such code."""
         self._mover = mover_of(compose)
         leaves = list_leaves(compose)
+        self._writes = any(vars(one.transform).get("normalization") == _WRITES for one in leaves)
         self.ends_in_tensors = any(type(one.transform).__name__ == "ToTensorV2" for one in leaves)
 
     def __call__(self, sample: Batch, key: SampleKey) -> tuple[Batch, Tape | None]:
@@ -216,7 +219,8 @@ class ComposeWorker(WorkerTransform):
             value, role = get_field(sample, place), self._roles.get(name)
             if role is not None and (value is not None or name == "image"):
                 size = data["image"].shape[:2] if "image" in data else None
-                value = _own_if_gray(value) if role == "image" else mask_to_numpy(value, size)
+                is_image = role == "image"
+                value = self._own_image(value) if is_image else mask_to_numpy(value, size)
             data[name] = _as_arrays(value, image=name == "images") if name in _SEVERAL else value
         if self._mover is not None and "image" in data:
             known = {*places.values(), *self._fields.stays}
@@ -226,6 +230,17 @@ class ComposeWorker(WorkerTransform):
             others = (name for name in sample if isinstance(name, str) and name not in known)
             data |= {name: sample[name] for name in others}
         return data, places
+
+    def _own_image(self, value: object) -> np.ndarray:
+        """Return an image as an array; a copy where Albumentations may write to it.
+
+        It does so when it equalizes a gray image, or normalizes floats by the range of each
+        channel, and the dataset may hand out the same array in each epoch.
+        """
+        image = to_hwc(value)
+        is_gray = image.ndim == 2 or image.shape[2] == 1
+        written = is_gray or (self._writes and image.dtype.kind == "f")
+        return image.copy() if written and not isinstance(value, PilImage) else image
 
     def _has_volumes_alone(self, sample: Batch) -> bool:
         named = self._fields.image
@@ -266,16 +281,6 @@ def _as_arrays(value: Batch, *, image: bool) -> Batch:
     if not isinstance(value, torch.Tensor):
         return value
     return np.stack([to_hwc(one) for one in value]) if image else value.detach().cpu().numpy()
-
-
-def _own_if_gray(value: object) -> np.ndarray:
-    """Return an image as an array; a gray one is copied, as Albumentations may write to it.
-
-    It does so when it equalizes, and the dataset may hand out the same array in each epoch.
-    """
-    image = to_hwc(value)
-    is_gray = not isinstance(value, PilImage) and (image.ndim == 2 or image.shape[2] == 1)
-    return image.copy() if is_gray else image
 
 
 def _calls(transform: object) -> bool:
