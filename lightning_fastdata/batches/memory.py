@@ -329,8 +329,8 @@ class PackedLeaf(NamedTuple):
     shape: tuple[int, ...]
     offset_bytes: int
     size_bytes: int
-    layout: str
-    """Order in memory: ``"C"``, or ``"last"`` for tensors whose channels come last."""
+    strides: tuple[int, ...] | None
+    """Strides of a tensor in elements, of an array in bytes; None: in the order of its indices."""
     requires_grad: bool
 
 
@@ -426,17 +426,13 @@ def tensor_over(
 
 
 def _tensor_view(leaf: PackedLeaf, owner: Memory) -> torch.Tensor:
-    shape = leaf.shape
-    if leaf.layout == "last":
-        moved = (shape[0], *shape[2:], shape[1])
-        return tensor_over(owner, leaf.dtype, moved, leaf.offset_bytes).movedim(-1, 1)
-    return tensor_over(owner, leaf.dtype, shape, leaf.offset_bytes)
+    tensor = tensor_over(owner, leaf.dtype, leaf.shape, leaf.offset_bytes)
+    return tensor if leaf.strides is None else tensor.as_strided(leaf.shape, leaf.strides)
 
 
 def _array_view(leaf: PackedLeaf, owner: NDArray[np.uint8]) -> NDArray[Any]:
     part: NDArray[Any] = owner[leaf.offset_bytes : leaf.offset_bytes + leaf.size_bytes]
-    array: NDArray[Any] = part.view(leaf.dtype).reshape(leaf.shape)
-    return array
+    return np.ndarray(leaf.shape, leaf.dtype, part, strides=leaf.strides)
 
 
 def _place(_number: int) -> object:
@@ -458,17 +454,20 @@ class _Leaves:
         kind = type(obj)
         if kind is LateStack:
             size = math.prod(obj.shape) * obj.dtype.itemsize
-            return self._leaf(obj, obj.dtype, size, "C", requires_grad=False)
+            return self._leaf(obj, obj.dtype, size, None, requires_grad=False)
         if kind is torch.Tensor:
             if not is_plain(obj):
                 return self._as_it_is(obj)
-            layout = _memory_layout(obj)
             size = obj.numel() * obj.element_size()
-            return self._leaf(obj, obj.dtype, size, layout, obj.requires_grad)
+            return self._leaf(obj, obj.dtype, size, _strides_of(obj), obj.requires_grad)
         if kind is np.ndarray or kind is np.memmap:
-            if obj.nbytes < _MIN_ARRAY_BYTES or obj.dtype.hasobject or obj.dtype.names:
+            # One that is read-only would be so on the other side, where it is a copy.
+            least = _MIN_ARRAY_BYTES if obj.flags.writeable else 1
+            if obj.nbytes < least or obj.dtype.hasobject or obj.dtype.names:
                 return self._as_it_is(obj)
-            return self._leaf(obj, obj.dtype.str, obj.nbytes, "C", requires_grad=False)
+            # A pickle keeps these two orders.
+            strides = obj.strides if obj.flags.fnc else None
+            return self._leaf(obj, obj.dtype.str, obj.nbytes, strides, requires_grad=False)
         return self._as_it_is(obj)
 
     def _as_it_is(self, obj: object) -> object:
@@ -476,10 +475,15 @@ class _Leaves:
         return NotImplemented if other is None else other(obj)
 
     def _leaf(
-        self, leaf: _Leaf, dtype: torch.dtype | str, size: int, layout: str, requires_grad: bool
+        self,
+        leaf: _Leaf,
+        dtype: torch.dtype | str,
+        size: int,
+        strides: tuple[int, ...] | None,
+        requires_grad: bool,
     ) -> tuple[object, tuple[int]]:
         self.table.append(
-            PackedLeaf(dtype, tuple(leaf.shape), self.size_bytes, size, layout, requires_grad)
+            PackedLeaf(dtype, tuple(leaf.shape), self.size_bytes, size, strides, requires_grad)
         )
         self.leaves.append(leaf)
         self.size_bytes += -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
@@ -525,12 +529,12 @@ def is_plain(tensor: torch.Tensor) -> bool:
     )
 
 
-def _memory_layout(tensor: torch.Tensor) -> str:
-    if tensor.is_contiguous():
-        return "C"
-    four = tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
-    five = tensor.dim() == 5 and tensor.is_contiguous(memory_format=torch.channels_last_3d)
-    return "last" if four or five else "C"
+def _strides_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """Return the strides of a copy that is dense: the tensor's own where it is dense itself.
+
+    Where they differ, a ``view()`` that is possible of a tensor may not be of its copy.
+    """
+    return None if tensor.is_contiguous() else torch.empty_like(tensor, device="meta").stride()
 
 
 # A batch written sample by sample

@@ -339,6 +339,38 @@ def test_single_samples_of_every_kind_are_converted_as_by_torch(executor: str) -
     check_kinds(executor, SINGLE, None)
 
 
+def with_turned_axes(samples: list[torch.Tensor]) -> list[Any]:
+    rows = torch.stack(samples)
+    array = np.asfortranarray(rows.numpy().reshape(len(rows), -1))
+    return [rows.mT, rows.permute(2, 0, 1), rows.unsqueeze(1).permute(0, 3, 1, 2), array]
+
+
+@each("executor", ENGINE)
+@each("long", [4, 2000])
+def test_batches_whose_axes_were_turned_lie_in_memory_as_those_of_torch(executor, long) -> None:
+    def make(index: int) -> torch.Tensor:
+        return torch.arange(3.0 * long).view(3, long) + index
+
+    how = {"batch_size": 4, "collate_fn": with_turned_axes}
+    ours, theirs = both(executor, lambda: how, Made(make, 8))
+    assert alike(ours, theirs, strides=True)
+    for (turned, *_, array), (_, *_, wanted) in zip(ours[0][0], theirs[0][0], strict=True):
+        turned.mT.view(4, -1)  # torch refuses that of a batch in another order
+        assert array.strides == wanted.strides
+    ours, theirs = both(executor, lambda: {"batch_size": None}, Made(lambda i: make(i).T))
+    assert alike(ours, theirs, strides=True)
+
+
+@each("numbers", [3, 3000])
+@each("loader", [partial(DataLoader, num_workers=1), partial(FastDataLoader, num_workers=1)])
+def test_arrays_of_which_workers_hand_over_copies_may_be_written_to(loader, numbers) -> None:
+    kept = np.arange(float(numbers))
+    kept.flags.writeable = False
+    for (array,) in loader(Made(lambda _: kept, 2), batch_size=1, collate_fn=list):
+        array[:] = 7
+        assert array.tolist() == [7.0] * numbers
+
+
 @each("executor", ENGINE)
 @each("sample", [torch.arange(3), torch.eye(2), "text", np.arange(3), [1, 2], {"x": 1}, 7])
 def test_single_samples_that_are_to_be_collated_are_what_torch_makes_of_them(
