@@ -376,8 +376,8 @@ class DataModule:
 
     def _validates(self, trainer: Trainer) -> bool:
         """Return whether the LightningModule, or this data module, has anything for validation."""
-        cls, names = type(self), ("val_dataset", "val_dataloader")
-        own = any(n in vars(self) or getattr(cls, n) is not getattr(DataModule, n) for n in names)
+        names = ("val_dataset", "val_dataloader")
+        own = any(name in vars(self) or not _is_ours(type(self), name) for name in names)
         return own or seams.overridden_hook(trainer.lightning_module, "validation_step") is not None
 
     def train_dataset(self) -> Any:
@@ -674,7 +674,8 @@ class DataModule:
     def _warn_of_lost_arguments(self) -> None:
         """Warn, once, of arguments that a subclass was given and has saved, but not passed on.
 
-        Lightning's usual data module calls ``super().__init__()`` and ``save_hyperparameters()``.
+        Lightning's usual data module calls ``super().__init__()``, and ``save_hyperparameters()``
+        or sets ``self.num_workers``.
         """
         if "_received" not in vars(self):
             raise OptionsError(
@@ -682,11 +683,14 @@ class DataModule:
                 "data module of it. Call it first, with what it takes of the arguments."
             )
         saved: Mapping[str, Any] = self.hparams_initial  # type: ignore[attr-defined]
+        # Attributes that nothing of ours reads; a method of its own that makes a loader may.
+        kept = all(_is_ours(type(self), f"{stage}_dataloader") for stage in STAGES)
+        held = {n: v for n, v in vars(self).items() if n in LOADER_ARGUMENTS and kept}
         received, self._received = self._received, {}
         lost = []
         for name, got in received.items():
-            value, default = saved.get(name, got), _PARAMETERS[name].default
-            now = getattr(self, name, getattr(self.options, name, got))
+            value, default = saved.get(name, held.get(name, got)), _PARAMETERS[name].default
+            now = getattr(self.options if name in LOADER_ARGUMENTS else self, name, got)
             if got == default and value not in (got, now) and now in (got, "auto", LoaderOptions()):
                 lost.append(name)
         if lost:
@@ -727,14 +731,15 @@ class DataModule:
         others = {n: v for n, v in overrides.items() if n not in _OPTIONS}
         check_dataset(dataset, name, ordered=has_order(others))
         batch_sampler = others.get("batch_sampler")
-        batch_size = others.get("batch_size", self.batch_size)
+        own_size = checked_batch_size(self.batch_size)  # a subclass may have set anything
+        batch_size = others.get("batch_size", own_size)
         if batch_sampler is not None:
-            batch_size = rows_in(batch_sampler) or self.batch_size
+            batch_size = rows_in(batch_sampler) or own_size
         spec = LoaderSpec(
             dataset=dataset,
             name=name,
             stage=stage,
-            options=replace(self.options, **options),
+            options=replace(joined_options(self.options, {}), **options),
             pipelines=find_composes(dataset),
             transformed=self._transforms.worker_part(stage) is not None,
             batch_size=batch_size,
@@ -1003,6 +1008,11 @@ class DataModule:
 
 
 _PARAMETERS: Final = dict(list(inspect.signature(DataModule.__init__).parameters.items())[1:])
+
+
+def _is_ours(cls: type, name: str) -> bool:
+    """Return whether a subclass leaves a method as it is here."""
+    return getattr(cls, name) is getattr(DataModule, name)
 
 
 # For a wrong keyword Python names the class that has the code, which users do not know.

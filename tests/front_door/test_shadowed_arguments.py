@@ -141,6 +141,38 @@ def test_a_subclass_that_sets_what_it_was_given_is_not_warned_of(tmp_path):
     assert sizes(tmp_path, Sets(options=LoaderOptions(num_workers=0)))[0] == 8
 
 
+class Sets(Rows):
+    """Sets what the README of many a project has in its constructor."""
+
+    def __init__(self, **settings):
+        super().__init__(8)
+        vars(self).update(settings)
+
+
+class Uses(Sets):
+    def train_dataloader(self):
+        return self.make_loader(self.train_dataset(), stage="train", num_workers=self.num_workers)
+
+
+def test_workers_that_are_set_where_nothing_reads_them_are_warned_of(tmp_path):
+    said = r"num_workers and pin_memory .*super\(\).__init__\(num_workers=num_workers, pin_memory="
+    with pytest.warns(FastDataWarning, match=said):
+        sizes(tmp_path, Sets(num_workers=0, pin_memory=True))
+    saved = Sets(num_workers=0)
+    saved.save_hyperparameters({"num_workers": 0})
+    with pytest.warns(FastDataWarning, match=r"takes num_workers"):
+        sizes(tmp_path, saved)
+    assert sizes(tmp_path, Sets(num_workers="auto", pin_memory=None))[0] == 8
+    assert sizes(tmp_path, Uses(num_workers=0))[0] == 8
+
+
+def test_what_a_subclass_sets_to_what_is_none_is_named():
+    with pytest.raises(OptionsError, match=r"options=\{'lr': 1\} is a dict; pass LoaderOptions"):
+        Sets(options={"lr": 1}).train_dataloader()
+    with pytest.raises(OptionsError, match=r"batch_size='16' has to be a whole number"):
+        Sets(batch_size="16").train_dataloader()
+
+
 def test_the_tuner_finds_and_sets_a_batch_size(tmp_path):
     data, made = Handed(4), trainer(tmp_path)
     options = {"max_trials": 2, "steps_per_trial": 1, "init_val": 5}
