@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias
 
 import numpy as np
 import torch
-from torch.utils.data import default_collate
+from torch.utils.data import Dataset, default_collate
 
 from lightning_fastdata.batches.memory import LateStack, is_plain
 from lightning_fastdata.errors import BatchError, check
@@ -307,6 +307,11 @@ def _about_uncollatable(where: str, value: object) -> str:
             "collate_fn that sorts them out."
         )
     kind = type(value)
+    if isinstance(value, Dataset):
+        return (
+            f"{at} a dataset itself, a {kind.__name__}. Return several datasets as a list, a tuple "
+            "or a dict of Python's own types."
+        )
     if isinstance(value, np.ndarray):
         return (
             f"{at} an array of {value.dtype}, and batches hold numbers. Return a list, or numbers."

@@ -121,6 +121,7 @@ SAMPLES = {
     "a path": ((torch.zeros(4), pathlib.Path("/x")), r"\[1\] .*Path.*torch's collation"),
     "objects": (np.array([None, 1], object), "array of object"),
     "a set": (({1, 2},), r"\[0\] it holds a builtins.set"),
+    "a dataset": (EIGHT, r"It is a dataset itself.* list, a tuple or a dict"),
 }
 
 
