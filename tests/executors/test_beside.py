@@ -6,12 +6,14 @@ import errno
 import os
 import re
 import select
+import socket
 from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from processes import until
 from thoroughness import max_examples
 from torch.utils.data import IterableDataset
 from virtual_time import virtual_time
@@ -223,3 +225,19 @@ def test_to_wake_a_thread_never_waits_for_it(gone):
     woken = Deaf()
     for _ in range(10_000):
         woken.wake()  # it would hang, or raise
+
+
+def test_a_woken_thread_waits_whatever_time_limit_a_program_sets_for_its_sockets():
+    ends = []
+
+    class Shown(WokenThread):
+        _wait = staticmethod(ends.append)
+
+    socket.setdefaulttimeout(0.0)
+    try:
+        woken = Shown()
+    finally:
+        socket.setdefaulttimeout(None)
+    until(lambda: ends)
+    woken.wake()
+    assert ends[0].gettimeout() is None

@@ -10,6 +10,7 @@ import gc
 import multiprocessing
 import os
 import signal
+import socket
 import warnings
 from collections import OrderedDict, deque, namedtuple
 from functools import partial
@@ -705,6 +706,22 @@ def test_side_processes_have_no_side_processes_as_workers_of_torch_have_none() -
     loader = FastDataLoader(Made(with_daemons, 5), num_workers=1, executor="workers")
     with pytest.raises(AssertionError, match="daemonic processes are not allowed"):
         next(iter(loader))
+
+
+@each("limit_s", [0.0, 0.01])
+@each("context", ["fork", "spawn"])
+def test_a_time_limit_that_a_program_sets_for_its_sockets_is_none_of_workers(
+    context, limit_s
+) -> None:
+    how = {"num_workers": 2, "multiprocessing_context": context, "persistent_workers": True}
+    with contextlib.closing(FastDataLoader(Made(float), 2, executor="workers", **how)) as loader:
+        socket.setdefaulttimeout(limit_s)
+        try:
+            got = [torch.cat(list(loader)).tolist() for _ in range(2)]
+        finally:
+            socket.setdefaulttimeout(None)
+        assert got == 2 * [list(range(12))]
+        assert not loader.faults.deaths
 
 
 def test_a_process_may_be_bound_to_a_cpu_by_worker_init_fn() -> None:

@@ -34,13 +34,15 @@ class WokenThread:
     def __init__(self) -> None:
         self._end, there = socket.socketpair()
         self._end.setblocking(False)
+        there.settimeout(None)  # a program may have set a time limit for all sockets
         threading.Thread(target=self._wait, args=(there,), daemon=True).start()
 
     @staticmethod
     def _wait(there: socket.socket) -> None:
         buffer = bytearray(_BYTES)
-        while there.recv_into(buffer, 0, socket.MSG_WAITALL):
-            pass
+        with there:
+            while there.recv_into(buffer, 0, socket.MSG_WAITALL):
+                pass
 
     def wake(self) -> None:
         """Wake the thread; without effect while it has not taken many earlier wakes, or is gone."""

@@ -444,8 +444,14 @@ class Wire:
 
 
 def wire_pair() -> tuple[socket.socket, socket.socket]:
-    """Return the two ends of a new wire."""
-    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    """Return the two ends of a new wire, which wait for as long as it takes.
+
+    A program may have set a time limit for all sockets that it makes.
+    """
+    pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    for end in pair:
+        end.settimeout(None)
+    return pair
 
 
 def make_bell() -> int:
