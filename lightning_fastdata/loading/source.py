@@ -111,6 +111,7 @@ _LEAST_BUDGET_S: Final = 0.02
 _SHARE_OF_EPOCH: Final = 0.01
 _PER_SAMPLE_S: Final = 1e-6
 """Seconds per sample allowed for a comparison of the data, until an epoch was timed."""
+_FORKED: Final = "it was begun in another process, of which this one is a fork"
 _CHANGED: Final = (
     "what the dataset holds has changed since this epoch began, or cannot be compared with what it "
     "was"
@@ -155,6 +156,8 @@ class KeptExecutor:
         self.trial = CrewTrial(self.settings.num_workers)
         self.ways = Ways() if _stands_by(self.settings) else None
         self.aside = kind_of(self.name).side_processes
+        self._in_one_process = self.aside or kind_of(self.name).gathers
+        """Whether workers or threads read, which a fork of the process that started them lacks."""
         self.persistent = self.settings.keeps is True
         self._state: _State | None = None
         """State of the data when the workers started; None: it cannot be compared."""
@@ -228,7 +231,8 @@ class KeptExecutor:
         self._deaths = self.plan.faults.deaths
         reported = self.reported if self.indices is None else None
         over = self._ask_workers if keep else None
-        running = EpochIterator(executor, self.finish, reported, over)
+        process = os.getpid() if self._in_one_process else None
+        running = EpochIterator(executor, self.finish, reported, over, process)
         self._iterators.add(running)
         return running
 
@@ -237,9 +241,9 @@ class KeptExecutor:
         if self._process == os.getpid():
             return
         self._process = os.getpid()
-        if self.aside or kind_of(self.name).gathers:
+        if self._in_one_process:
             for each in self._unfinished():
-                each.end("it was begun in another process, of which this one is a fork")
+                each.end(_FORKED)
             self._iterator = self._state = None
 
     def _unfinished(self) -> list[EpochIterator]:
@@ -456,7 +460,8 @@ class KeptExecutor:
 class EpochIterator:
     """The batches of one epoch, after which there are none; ``over`` is called when it is over.
 
-    ``over`` may be None: the executor ends with this iterator.
+    ``over`` may be None: the executor ends with this iterator. ``process``: id of the one process
+    in which the executor reads; None: in each fork of it, too.
     """
 
     def __init__(
@@ -465,21 +470,30 @@ class EpochIterator:
         finish: Callable[[Batch], Batch],
         reported_batches: int | None,
         over: Callable[[], object] | None,
+        process: int | None,
     ) -> None:
         self.executor: Executor | None = executor
         """Executor that reads the epoch; None: the epoch is over, or was ended."""
         self._error: Exception | None = None
         self._finish = finish
         self._reported = reported_batches
+        self._process = process
         self._given = 0
         # The executor may hold errors of batches to come, whose tracebacks hold this iterator: if a
         # finalizer held the executor, none of them would ever end.
         self._over = over or weakref.finalize(self, _close, weakref.ref(executor))
 
+    @property
+    def _is_forked(self) -> bool:
+        """Whether this is a fork of the one process in which the executor reads."""
+        return self._process not in (None, os.getpid())
+
     def __iter__(self) -> EpochIterator:
         return self
 
     def __next__(self) -> Batch:
+        if self._is_forked and self.executor is not None:
+            self.end(_FORKED)  # else it would take what workers have made for the parent
         if self._error is not None:
             raise self._error
         if self.executor is None:
@@ -502,7 +516,7 @@ class EpochIterator:
 
         None: this process makes the batch itself when it is asked for.
         """
-        if self.executor is None:
+        if self.executor is None or self._is_forked:
             return True
         ready: Callable[[], bool | None] | None = getattr(self.executor, "ready", None)
         return None if ready is None else ready()

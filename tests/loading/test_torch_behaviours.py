@@ -47,7 +47,7 @@ from torch.utils.data import (
     random_split,
 )
 
-from lightning_fastdata.errors import BatchError, FastDataWarning, OptionsError
+from lightning_fastdata.errors import BatchError, FastDataWarning, OptionsError, WorkerError
 from lightning_fastdata.loading.loader import FastDataLoader
 from lightning_fastdata.order.samplers import ShuffleSampler
 
@@ -629,6 +629,25 @@ def test_a_forked_process_reads_with_workers_of_its_own(kept) -> None:
             os._exit(own != 4 * [3 * [os.getpid()]])
         assert os.waitpid(child, 0)[1] == 0
         assert [batch.tolist() for batch in loader] == 2 * [3 * [os.getpid()]]
+
+
+@pytest.mark.parametrize("executor", ["workers", "gather"])
+def test_a_fork_takes_no_batch_of_the_epoch_that_its_parent_reads(executor: str) -> None:
+    rows = torch.arange(60)
+    with contextlib.closing(FastDataLoader(rows, 4, num_workers=2, executor=executor)) as loader:
+        batches = iter(loader)
+        taken = [next(batches)]
+        child = os.fork()
+        if not child:
+            signal.alarm(20)  # it would wait for an answer that its parent may have taken
+            with contextlib.suppress(BaseException):
+                for _ in range(2):
+                    with pytest.raises(WorkerError, match="of which this one is a fork"):
+                        next(batches)
+                os._exit(0)
+            os._exit(1)
+        assert os.waitpid(child, 0)[1] == 0
+        assert torch.equal(torch.cat([*taken, *batches]), rows)
 
 
 def test_a_loader_may_be_annotated_with_what_it_gives() -> None:
