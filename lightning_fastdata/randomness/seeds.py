@@ -17,6 +17,7 @@ import threading
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from mmap import mmap
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, get_args
 
 import numpy as np
@@ -171,8 +172,8 @@ class EpochCell:
     """The current epoch, in shared memory, where worker processes that outlive an epoch read it."""
 
     def __init__(self) -> None:
-        value = torch.zeros(1, dtype=torch.int64)
-        self._shared: torch.Tensor = value.share_memory_()  # type: ignore[no-untyped-call]
+        # A program may have set another default device.
+        self._shared = _shared_by_workers(torch.zeros(1, dtype=torch.int64, device="cpu"))
         self._number: NDArray[np.int64] | None = None
         self._is_own = False
         self.counted = True
@@ -193,7 +194,7 @@ class EpochCell:
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
         # A copy that was made here is not shared yet with the workers that it will have.
-        self._shared.share_memory_()  # type: ignore[no-untyped-call]
+        self._shared = _shared_by_workers(self._shared)
 
     def _here(self) -> NDArray[np.int64]:
         # Read for each sample: a NumPy view takes a tenth of a tensor's time.
@@ -202,6 +203,16 @@ class EpochCell:
             self._number = number.copy() if _epochs_are_own else number
             self._is_own = _epochs_are_own
         return self._number
+
+
+def _shared_by_workers(epoch: torch.Tensor) -> torch.Tensor:
+    """Return an epoch in memory that workers share; if /dev/shm is full, forked ones alone."""
+    try:
+        return epoch.share_memory_()  # type: ignore[no-any-return, no-untyped-call]
+    except RuntimeError:
+        memory = np.frombuffer(mmap(-1, epoch.nbytes), np.int64)
+        memory[0] = int(epoch)
+        return torch.from_numpy(memory)
 
 
 def keep_own_epochs() -> None:

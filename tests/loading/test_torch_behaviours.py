@@ -578,6 +578,21 @@ def test_a_dataset_that_grows_is_read_to_its_new_end() -> None:
     assert len(list(loader)) == len(loader) == 4
 
 
+@pytest.mark.parametrize("executor", [*ENGINE, "torch"])
+def test_a_full_shared_memory_or_another_default_device_is_no_matter_of_a_loader(
+    executor, monkeypatch
+) -> None:
+    def full(tensor: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("unable to allocate shared memory(shm): No space left on device (28)")
+
+    monkeypatch.setattr(torch.Tensor, "share_memory_", full)
+    with torch.device("meta"):  # as a program makes a model without memory for it
+        loader = FastDataLoader(Made(float), 2, num_workers=2, executor=executor)
+    monkeypatch.undo()
+    with contextlib.closing(loader):
+        assert [torch.cat(list(loader)).tolist() for _ in range(2)] == 2 * [list(range(12))]
+
+
 @pytest.mark.parametrize("executor", [*ENGINE, "gather"])
 def test_no_gradient_is_recorded_and_no_thread_is_taken_from_the_caller(executor: str) -> None:
     threads, affinity = torch.get_num_threads(), os.sched_getaffinity(0)
