@@ -155,3 +155,25 @@ def test_a_worker_that_hoards_is_replaced_and_no_sample_is_lost_or_doubled():
     assert any("It is replaced between two tasks" in text for text in texts)
     assert [index for index, _ in got] == list(range(400))
     assert len({pid for _, pid in got}) > 2
+
+
+class HoardsAhead(Hoards):
+    """Each process is sent its tasks, so that it knows what it reads next."""
+
+    def read_ahead(self, indices: Any) -> None:
+        pass
+
+
+def test_the_only_worker_that_hoards_is_sent_nothing_while_it_leaves():
+    how = {"num_workers": 1, "persistent_workers": True, "timeout": 0}
+    loader = FastDataLoader(HoardsAhead(), 4, executor="workers", **how)
+    batches = iter(loader)
+    got = next(batches).tolist()
+    loader._iterator._crew._growth = Growth(left_bytes=lambda: 100 * MIB)
+    with clock.installed(HurriedClock()), warned() as texts:
+        for batch in batches:
+            got += batch.tolist()
+    loader.close()
+    assert any("It is replaced between two tasks" in text for text in texts)
+    assert [index for index, _ in got] == list(range(400))
+    assert len({pid for _, pid in got}) > 1

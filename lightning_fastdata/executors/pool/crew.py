@@ -618,7 +618,10 @@ class Crew:
         self._poller = select.poll()
 
     def give(self, task: Task, to: ChildProcess | None = None) -> bool:
-        """Queue a task, or send it to one process; False if the queue is full for now."""
+        """Queue a task, or send it to one process.
+
+        False: the queue is full for now, or all processes leave and others are still to come.
+        """
         number, packet = self._packet(task)
         if to is None and self._queue is not None and len(packet) <= select.PIPE_BUF:
             if not self._queue.put(packet):
@@ -627,7 +630,9 @@ class Crew:
         else:
             # What is too long for the queue goes to the process that has least to do.
             staying = [child for child in self.children.values() if not child.retiring]
-            to = to or min(staying, key=lambda child: child.load)
+            to = to or min(staying, key=lambda child: child.load, default=None)
+            if to is None:
+                return False
             to.tasks[number] = task
             to.send(protocol.GiveTask(packet))
         self._count = number
