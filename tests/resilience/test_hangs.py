@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import threading
+import warnings
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -76,6 +77,18 @@ def test_what_hangs_once_is_delivered_as_if_it_had_not(tmp_path, how):
     with pytest.warns(FastDataWarning, match=rf"got nowhere for 1 s[\s\S]*reading sample.* {BAD}"):
         got = batches_of(loader_of(Stuck(how, tmp_path / "hung"), "workers"))
     assert got == calm
+
+
+def test_what_hangs_is_replaced_where_the_warning_of_it_is_an_error(tmp_path):
+    loader = loader_of(Stuck(hang, tmp_path / "hung"), "workers")
+    batches, got = iter(loader), []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FastDataWarning)
+        with pytest.raises(FastDataWarning, match="is replaced"):
+            got.extend(batches)
+        got += batches
+    loader.close()
+    assert [row[0] for batch in got for row in batch.tolist()] == list(range(SAMPLES))
 
 
 def test_what_hangs_twice_is_an_error_that_names_the_sample_and_shows_the_stack():

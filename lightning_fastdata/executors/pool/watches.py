@@ -223,6 +223,7 @@ def kill_hung(child: ChildProcess, hang: Hang, what: str) -> None:
             f"when the kernel waits for a disk or server that does not answer. It was {what}"
         )
     child.hang = hang._replace(doing=what)
+    child.process.kill()  # also where a warning is an error
     warnings.warn(
         f"A side process has got nowhere for {hang.seconds:g} s with a sample, and is replaced; "
         "the sample is read once more. If it only takes long, raise timeout; "
@@ -230,7 +231,6 @@ def kill_hung(child: ChildProcess, hang: Hang, what: str) -> None:
         FastDataWarning,
         stacklevel=2,
     )
-    child.process.kill()
 
 
 def cannot_start(number: int, error: OSError) -> WorkerError:
