@@ -158,6 +158,17 @@ def held_signals() -> Iterator[None]:
         yield
 
 
+def pass_over_interrupts() -> None:
+    """Have this process go on at Ctrl-C, of which its parent makes what is right.
+
+    An interrupt that is ignored would be ignored by the programs that it starts, too, which would
+    outlive the training.
+    """
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, lambda _number, _frame: None)
+        signal.siginterrupt(signal.SIGINT, False)  # system calls of libraries go on
+
+
 @contextmanager
 def started(process: BaseProcess) -> Iterator[None]:
     """Start a process for the block, and kill it afterwards, however the block ends.

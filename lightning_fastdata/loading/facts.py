@@ -1067,7 +1067,7 @@ def _main(
     work: Callable[..., None],
     arguments: tuple[object, ...],
 ) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    system_calls.pass_over_interrupts()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     system_calls.die_with(parent)
     system_calls.open_anew(files)

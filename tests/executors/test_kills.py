@@ -177,6 +177,44 @@ def test_a_program_that_ends_leaves_no_process_and_no_file(
     until(lambda: not any(map(runs, pids)))  # one that was just spawned is importing still
 
 
+CONVERTS = """
+import signal, subprocess
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from torch.utils.data import Dataset
+from lightning_fastdata import FastDataLoader
+
+class Converted(Dataset):
+    def __len__(self):
+        return 8
+    def __getitem__(self, index):
+        program = subprocess.Popen(["sleep", "600"])
+        print(program.pid, flush=True)
+        return program.wait()
+
+if __name__ == "__main__":
+    list(FastDataLoader(Converted(), 2, num_workers=1, executor="workers"))
+"""
+
+
+@pytest.mark.cases(1)
+def test_ctrl_c_ends_the_programs_that_samples_are_made_by(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(CONVERTS)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    command = [sys.executable, str(script)]
+    program = subprocess.Popen(command, text=True, start_new_session=True, **pipes)
+    assert program.stdout is not None
+    converter = int(program.stdout.readline())
+    try:
+        os.killpg(program.pid, signal.SIGINT)  # as a terminal does
+        program.wait(60)
+        until(lambda: not runs(converter))
+    finally:
+        program.stdout.close()
+        if runs(converter):
+            os.kill(converter, signal.SIGKILL)
+
+
 def shared_files_of(pid: int) -> list[str]:
     """Return the files with a name in /dev/shm that a process maps: those could be left over."""
     maps = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8").splitlines()

@@ -43,7 +43,7 @@ from lightning_fastdata.executors.pool.beside import Waker
 from lightning_fastdata.executors.pool.protocol import Wire, number_in, read_packet, request_in
 from lightning_fastdata.host import clock
 from lightning_fastdata.host.memory import keep_freed_memory
-from lightning_fastdata.host.system_calls import OpenFile, die_with, open_anew
+from lightning_fastdata.host.system_calls import OpenFile, die_with, open_anew, pass_over_interrupts
 from lightning_fastdata.randomness.seeds import keep_own_epochs
 from lightning_fastdata.sources.files import ListedFiles
 from lightning_fastdata.stamps.batch_stamps import TaskWatch
@@ -83,7 +83,7 @@ def child_main(
     open_anew(inherited.files)
     for descriptor in inherited.wires:
         os.close(descriptor)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    pass_over_interrupts()
     # A fork copies the handler of the training process, and Lightning's tells the other ranks.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     die_with(parent)
