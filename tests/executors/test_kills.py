@@ -177,6 +177,43 @@ def test_a_program_that_ends_leaves_no_process_and_no_file(
     until(lambda: not any(map(runs, pids)))  # one that was just spawned is importing still
 
 
+OF_A_THREAD = """
+import os, signal, threading, torch
+from lightning_fastdata import FastDataLoader
+
+if __name__ == "__main__":
+    loader = FastDataLoader(torch.arange(10**6), batch_size=2, num_workers=2, executor="workers",
+                            persistent_workers=True)
+    thread = threading.Thread(target=lambda: next(iter(loader)))
+    thread.start()
+    thread.join()
+    pids = [child.process.pid for child in loader._iterator.children.values()]
+    fork = os.fork()
+    if not fork:
+        signal.pause()
+    print(fork, *pids, flush=True)
+    signal.pause()
+"""
+
+
+@pytest.mark.cases(1)
+def test_workers_of_a_killed_program_end_though_a_fork_of_it_lives_on(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(OF_A_THREAD)
+    program = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
+    assert program.stdout is not None
+    fork, *pids = map(int, program.stdout.readline().split())
+    program.kill()
+    program.wait(60)
+    try:
+        assert len(pids) == 2
+        until(lambda: not any(map(runs, pids)))
+        assert runs(fork)
+    finally:
+        os.kill(fork, signal.SIGKILL)
+        program.stdout.close()
+
+
 CONVERTS = """
 import signal, subprocess
 signal.signal(signal.SIGINT, signal.default_int_handler)

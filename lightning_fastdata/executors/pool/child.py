@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import multiprocessing
 import os
 import random
 import select
@@ -151,6 +152,12 @@ class Child:
         self.poller.register(bell, rung)
         if queue is not None:  # for each task one of the processes is woken
             self.poller.register(queue_bell, rung | select.EPOLLEXCLUSIVE)
+        self._training = -1
+        parent = multiprocessing.parent_process()
+        # When the training process is killed, a fork of it may still hold its end of the wire.
+        with suppress(OSError):  # a kernel or container that has no such descriptors
+            self._training = os.pidfd_open(parent.pid or 0) if parent is not None else -1
+            self.poller.register(self._training, select.EPOLLIN)
 
     def run(self) -> None:
         """Work until the training process closes the wire."""
@@ -185,7 +192,8 @@ class Child:
             if packet is None and self.queue is not None:
                 packet = read_packet(self.queue)
             if packet is None:
-                self.poller.poll()
+                if self._training in dict(self.poller.poll()):
+                    return None
                 continue
             number, failure = number_in(packet), None
             try:

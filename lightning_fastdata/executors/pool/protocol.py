@@ -45,13 +45,13 @@ answered with ``OldEpoch`` and not done. For a stream it stays at 0: all its tas
     (no stacks   (worker_init_fn) (no task    (on a task, (asked to    (takes no   (has done
      to show)                      so far)     or after)   leave)       new tasks)  the last)
 
-It notes in its progress memory how far it has got, and ends when its wire closes. When one dies, at
-any point, the tasks that were sent to it, or that it noted as taken, are lost: another does them. A
-task that is neither in the queue nor noted was taken by the dead process or, just now, by a living
-one. Each living one is asked (``AskTaken``), and what none of them has is lost, too. Where a task
-is lost again and again with the same sample being read, that sample gets an error, or another one
-is read in its place. The wire and the queue carry a message whole or not at all, however a process
-ends: nothing is left half written or locked.
+It notes in its progress memory how far it has got, and ends when its wire closes or the training
+process has ended. When one dies, at any point, the tasks that were sent to it, or that it noted as
+taken, are lost: another does them. A task that is neither in the queue nor noted was taken by the
+dead process or, just now, by a living one. Each living one is asked (``AskTaken``), and what none
+of them has is lost, too. Where a task is lost again and again with the same sample being read, that
+sample gets an error, or another one is read in its place. The wire and the queue carry a message
+whole or not at all, however a process ends: nothing is left half written or locked.
 
 A process that reads a stream has no queue: it is sent its tasks, all of them *whole*, and what is
 lost with it stays lost, since a stream cannot be read again from its middle. The first task of an
