@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import numbers
+from contextlib import suppress
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,20 @@ def printable(text: str, keep: str = "\n\t") -> str:
         sign if sign.isprintable() or sign in keep else sign.encode("unicode_escape").decode()
         for sign in text
     )
+
+
+def text_of(error: BaseException) -> str:
+    """Return the text of an error; of one whose ``__str__`` raises, what Python shows for it."""
+    try:
+        return str(error)
+    except Exception:
+        return "<exception str() failed>"
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Add a note to an error, if that takes one: a frozen dataclass takes none."""
+    with suppress(Exception):
+        error.add_note(note)
 
 
 def rounded(value: float, digits: int) -> str:
@@ -156,6 +171,8 @@ def as_error(kind: type[BaseException], number: int, text: str) -> BaseException
         # Raised from __next__, it would end the epoch or the program early, without a message.
         return RuntimeError(message)
     try:
+        if getattr(kind, "message", None):  # a class that may take it by name alone, as for torch
+            return kind(message=message)  # type: ignore[call-arg]
         # A KeyError shows its argument quoted, which would put a traceback on one line.
         return kind(_Verbatim(message)) if issubclass(kind, KeyError) else kind(message)
     except Exception:  # a user's exception class may need other arguments

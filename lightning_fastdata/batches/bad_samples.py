@@ -28,10 +28,12 @@ from lightning_fastdata.errors import (
     DatasetError,
     FastDataWarning,
     OptionsError,
+    add_note,
     check,
     check_among,
     is_number,
     printable,
+    text_of,
 )
 from lightning_fastdata.host import clock
 from lightning_fastdata.host.system_calls import append_privately
@@ -228,9 +230,10 @@ class SampleGuard:
             except Exception as other:
                 error = other
         faults[begin] = faults[begin]._replace(outcome="raised")
-        first.add_note(
+        add_note(
+            first,
             f"{STAND_INS} other samples were read in its place, and failed, too; the last one, "
-            f"sample {asked!r}, with {type(error).__name__}: {_line(error)}"
+            f"sample {asked!r}, with {type(error).__name__}: {_line(error)}",
         )
         raise first
 
@@ -259,7 +262,7 @@ def fault_of(
 
 
 def _line(error: BaseException) -> str:
-    return printable(" ".join(str(error).split())[:_MOST_TEXT])
+    return printable(" ".join(text_of(error).split())[:_MOST_TEXT])
 
 
 def plain_index(index: object) -> int | str:
@@ -295,7 +298,7 @@ def is_transient(error: BaseException) -> bool:
     for each in _chain(error):
         if isinstance(each, TimeoutError | ConnectionError):
             return True
-        if isinstance(each, OSError) and each.errno is not None:
+        if isinstance(each, OSError) and isinstance(each.errno, int):
             return each.errno in _TRANSIENT
     return False
 

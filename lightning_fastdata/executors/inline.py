@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset
 from lightning_fastdata.batches.bad_samples import NO_SAMPLES, Fault
 from lightning_fastdata.batches.keyed import KeyedIterableDataset
 from lightning_fastdata.batches.libraries import tell_epoch
-from lightning_fastdata.errors import DatasetError, FastDataWarning
+from lightning_fastdata.errors import DatasetError, FastDataWarning, add_note
 from lightning_fastdata.executors.fetch import AT_START_BYTES, Fetcher
 from lightning_fastdata.executors.stream_state import (
     LanePosition,
@@ -413,7 +413,7 @@ class InlineExecutor:
         """Return the error to raise in place of one that the dataset has raised."""
         note = self._fetcher.note(indices)
         if note is not None:
-            error.add_note(note)
+            add_note(error, note)
         if not isinstance(error, StopIteration):
             return error
         # Raised from __next__, it would end the epoch early and without a word.

@@ -50,7 +50,7 @@ from lightning_fastdata.batches.bad_samples import BadSamples
 from lightning_fastdata.batches.collate import collate_samples, uncollatable
 from lightning_fastdata.batches.keyed import fetches_in_batches, reads_together
 from lightning_fastdata.batches.memory import pack
-from lightning_fastdata.errors import DatasetError
+from lightning_fastdata.errors import DatasetError, add_note, text_of
 from lightning_fastdata.executors.columns import rows_of
 from lightning_fastdata.executors.kinds import OPEN_CONNECTION, forks, open_handles
 from lightning_fastdata.executors.pool.watches import death
@@ -1043,7 +1043,9 @@ def _listen(
                     values[name] = payload
                 elif kind == "raised":
                     error = _as_error(name, *payload)
-                    return Failure(kind="raised", what=f"raised {name}: {error}", error=error)
+                    return Failure(
+                        kind="raised", what=f"raised {name}: {text_of(error)}", error=error
+                    )
                 else:
                     return None
                 continue
@@ -1088,7 +1090,7 @@ def _main(
         text, pickled = "".join(traceback.format_exception(error)), b""
         with contextlib.suppress(Exception):
             pickled = pickle.dumps(error)
-        end.send(("raised", type(error).__name__, (pickled, str(error), text)))
+        end.send(("raised", type(error).__name__, (pickled, text_of(error), text)))
     else:
         end.send(("ended", "", None))
     # Threads that the dataset has started are not waited for.
@@ -1102,5 +1104,5 @@ def _as_error(kind: str, pickled: bytes, message: str, text: str) -> Exception:
     with contextlib.suppress(Exception):
         sent = pickle.loads(pickled)
     error = sent if isinstance(sent, Exception) else RuntimeError(f"{kind}: {message}")
-    error.add_note(f"In the process that tried the dataset:\n{text}")
+    add_note(error, f"In the process that tried the dataset:\n{text}")
     return error

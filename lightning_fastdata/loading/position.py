@@ -22,7 +22,7 @@ from torch.utils.data import BatchSampler, IterableDataset
 
 from lightning_fastdata.batches.staged import StagedBatch
 from lightning_fastdata.caches.cached import CachedDataset
-from lightning_fastdata.errors import DatasetError, FastDataWarning, OptionsError
+from lightning_fastdata.errors import DatasetError, FastDataWarning, OptionsError, add_note
 from lightning_fastdata.fingerprint import CountsBatches, Fingerprint, fingerprint
 from lightning_fastdata.host import clock
 from lightning_fastdata.loading.source import workers_of
@@ -372,7 +372,7 @@ class NamedBatches(Around):
             read = being_read(error)
             if read is not None:
                 which = "one of the samples" if isinstance(read, list) else "sample"
-                error.add_note(f"While reading {which} {read!r:.400} of the dataset.")
+                add_note(error, f"While reading {which} {read!r:.400} of the dataset.")
             raise
 
 

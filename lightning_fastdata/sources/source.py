@@ -12,7 +12,7 @@ from typing import Any, Protocol, SupportsIndex, TypeAlias, cast
 
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
-from lightning_fastdata.errors import DatasetError, check, is_number, printable
+from lightning_fastdata.errors import DatasetError, add_note, check, is_number, printable, text_of
 from lightning_fastdata.tree import has_method
 from lightning_fastdata.types import Batch
 
@@ -199,10 +199,10 @@ class _Reads:
                 raise
             # An error of the system keeps its class, which tells whether reading again may help.
             name = printable(self._source.name_of(number), keep="")
-            error.add_note(f"While reading {name}.")
+            add_note(error, f"While reading {name}.")
             if isinstance(error, OSError):
                 raise
-            said = str(error).partition("\n")[0]  # obstore adds pages
+            said = text_of(error).partition("\n")[0]  # obstore adds pages
             raise DatasetError(
                 f"Cannot read {name}: {type(error).__name__}: {said}. Check that it is there and "
                 "may be read."

@@ -6,12 +6,15 @@ import multiprocessing
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from misses import each
 from open_files import open_files
 from processes import until
 from torch.utils.data import Dataset, IterableDataset, TensorDataset, get_worker_info
@@ -88,6 +91,47 @@ def test_a_transform_that_raises_is_told_with_its_sample_and_hangs_nothing(
         seen += epoch
         assert torch.cat(seen)[:, 0].tolist() == [*range(8), *range(12, 24)]
     loader.close()
+
+
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise ZeroDivisionError
+
+
+@dataclass(frozen=True)
+class Frozen(Exception):
+    """An exception to which Python can add no note."""
+
+    where: str = "disk 1"
+
+
+class ByName(Exception):
+    """An exception that is made by name alone, as torch's loader makes those of such classes."""
+
+    message = "none yet"
+
+    def __init__(self, *, message: str = "") -> None:
+        super().__init__(message)
+
+
+ODD = (Mute, Frozen, ByName)
+
+
+@each("executor", ALL)
+@each("kind", ODD)
+def test_an_error_that_can_hardly_be_told_keeps_its_class(executor, kind) -> None:
+    loader = loader_of(Faulty(kind), executor, batch_size=4)
+    with closing(loader), pytest.raises(kind):
+        list(loader)
+
+
+@pytest.mark.filterwarnings("ignore::lightning_fastdata.errors.FastDataWarning")
+@each("executor", ALL)
+@each("kind", ODD)
+def test_a_sample_whose_error_can_hardly_be_told_is_replaced(executor, kind) -> None:
+    with closing(loader_of(Faulty(kind), executor, on_bad_sample="replace")) as loader:
+        got = torch.cat(list(loader))[:, 0].tolist()
+    assert [at for at in range(24) if got[at] != at] == [10]
 
 
 class Plain(Dataset):
