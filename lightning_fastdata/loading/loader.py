@@ -42,6 +42,7 @@ from lightning_fastdata.loading.source import (
     Keeps,
     KeptExecutor,
     Source,
+    Turn,
     batches_ahead,
     collates_as_torch,
     draw_base_seed,
@@ -449,6 +450,7 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
     def _nothing_is_read_yet(self) -> None:
         self._reported: int | None = None
         """Number of batches that ``len()`` has told last; None: nobody has asked for it."""
+        self._turn = Turn()
         self._epoch_cell = EpochCell()
         self._passes = Passes()
         self._asked_for: weakref.ref[position.CountedBatches] | None = None
@@ -534,6 +536,10 @@ class FastDataLoader(DataLoader[Any], Generic[Batch_co]):
         return bool(getattr(executor, "reads_later", True))
 
     def _begin(self, draw_from: torch.Generator | None) -> tuple[Pass, Iterator[Batch]]:
+        with self._turn:
+            return self._begin_pass(draw_from)
+
+    def _begin_pass(self, draw_from: torch.Generator | None) -> tuple[Pass, Iterator[Batch]]:
         begun, training = self._next_pass(), self.training
         vars(self)["_opened"] = False
         self._passes.another_begins(self._indices)

@@ -7,6 +7,7 @@ import math
 import multiprocessing
 import os
 import sys
+import threading
 import warnings
 import weakref
 from collections import deque
@@ -132,6 +133,24 @@ class _State(NamedTuple):
         return self.read.own, self.pipeline.own
 
 
+class Turn:
+    """Has one thread at a time begin or end an epoch of a loader; a copy is one of its own."""
+
+    def __init__(self) -> None:
+        self._lock, self._process = threading.RLock(), os.getpid()
+
+    def __enter__(self) -> None:
+        if self._process != os.getpid():  # a thread that this fork lacks may have held it
+            self._lock, self._process = threading.RLock(), os.getpid()
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+    def __reduce__(self) -> tuple[type[Turn], tuple[()]]:
+        return Turn, ()
+
+
 @dataclass(kw_only=True, eq=False, repr=False)
 class KeptExecutor:
     """Iterable over epochs; starts its executor at the first one.
@@ -159,6 +178,7 @@ class KeptExecutor:
         self._in_one_process = self.aside or kind_of(self.name).gathers
         """Whether workers or threads read, which a fork of the process that started them lacks."""
         self.persistent = self.settings.keeps is True
+        self._turn = Turn()
         self._state: _State | None = None
         """State of the data when the workers started; None: it cannot be compared."""
         self._seen: _State | None = None
@@ -191,6 +211,10 @@ class KeptExecutor:
         self._process = os.getpid()
 
     def __iter__(self) -> EpochIterator:
+        with self._turn:
+            return self._begin()
+
+    def _begin(self) -> EpochIterator:
         self._leave_to_parent()
         if not self.persistent or self.base_seed is None:
             self.base_seed = draw_base_seed(self.draw_from)
@@ -232,7 +256,7 @@ class KeptExecutor:
         reported = self.reported if self.indices is None else None
         over = self._ask_workers if keep else None
         process = os.getpid() if self._in_one_process else None
-        running = EpochIterator(executor, self.finish, reported, over, process)
+        running = EpochIterator(executor, self.finish, reported, over, process, self._turn)
         self._iterators.add(running)
         return running
 
@@ -471,6 +495,7 @@ class EpochIterator:
         reported_batches: int | None,
         over: Callable[[], object] | None,
         process: int | None,
+        turn: Turn,
     ) -> None:
         self.executor: Executor | None = executor
         """Executor that reads the epoch; None: the epoch is over, or was ended."""
@@ -478,6 +503,7 @@ class EpochIterator:
         self._finish = finish
         self._reported = reported_batches
         self._process = process
+        self._turn = turn
         self._given = 0
         # The executor may hold errors of batches to come, whose tracebacks hold this iterator: if a
         # finalizer held the executor, none of them would ever end.
@@ -501,8 +527,9 @@ class EpochIterator:
         try:
             batch = next(self.executor)
         except StopIteration:
-            self.executor = None
-            self._over()
+            with self._turn:  # else another thread may begin an epoch in between
+                self.executor = None
+                self._over()
             multiprocessing.active_children()  # of which some may have ended, as after a trial
             raise
         self._given += 1

@@ -13,6 +13,7 @@ import signal
 import socket
 import warnings
 from collections import OrderedDict, deque, namedtuple
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -644,6 +645,19 @@ def test_a_forked_process_reads_with_workers_of_its_own(kept) -> None:
             os._exit(own != 4 * [3 * [os.getpid()]])
         assert os.waitpid(child, 0)[1] == 0
         assert [batch.tolist() for batch in loader] == 2 * [3 * [os.getpid()]]
+
+
+@each("shuffle", [False, True])
+def test_threads_that_read_one_loader_have_whole_epochs(shuffle) -> None:
+    how = {"num_workers": 2, "persistent_workers": "unchanged", "executor": "workers"}
+    dataset = Made(torch.tensor, 60)
+    with contextlib.closing(FastDataLoader(dataset, 4, shuffle=shuffle, **how)) as loader:
+
+        def epochs(_: int) -> list[list[int]]:
+            return [sorted(torch.cat(list(loader)).tolist()) for _ in range(8)]
+
+        with ThreadPoolExecutor(2) as threads:
+            assert list(threads.map(epochs, range(2))) == 2 * [8 * [list(range(60))]]
 
 
 @pytest.mark.parametrize("executor", ["workers", "gather"])
