@@ -156,8 +156,9 @@ class Child:
         parent = multiprocessing.parent_process()
         # When the training process is killed, a fork of it may still hold its end of the wire.
         with suppress(OSError):  # a kernel or container that has no such descriptors
-            self._training = os.pidfd_open(parent.pid or 0) if parent is not None else -1
-            self.poller.register(self._training, select.EPOLLIN)
+            if parent is not None and parent.pid is not None:
+                self._training = os.pidfd_open(parent.pid)
+                self.poller.register(self._training, select.EPOLLIN)
 
     def run(self) -> None:
         """Work until the training process closes the wire."""
