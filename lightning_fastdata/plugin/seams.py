@@ -409,10 +409,19 @@ class _ExactMeans:
     copies that. A partial of a partial holds the inner function alone, so that the copy would be
     one of the strategy, with the weights and the processes that it started. Nor is it a dataclass,
     which Lightning would look into.
+
+    It equals what it replaces: a trainer keeps what was logged, and refuses a value that is logged
+    again, in a later run or once there is validation, with another function for the ranks.
     """
 
     def __init__(self, reduce: Callable[..., object]) -> None:
         self.reduce = reduce
+
+    def __eq__(self, other: object) -> bool:
+        return self.reduce == (other.reduce if isinstance(other, _ExactMeans) else other)
+
+    def __hash__(self) -> int:
+        return hash(self.reduce)
 
     def __call__(self, tensor: object, group: object = None, reduce_op: object = "mean") -> object:
         if isinstance(tensor, torch.Tensor) and reduce_op in ("mean", "avg"):

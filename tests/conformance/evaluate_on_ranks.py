@@ -18,6 +18,7 @@ from conformance.forked_ranks import on_ranks
 from conformance.pieces import Rows, RowsModule, make_trainer
 from lightning.pytorch import Callback, LightningModule, seed_everything
 from lightning.pytorch.callbacks import BasePredictionWriter
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import BatchSampler
 
 from lightning_fastdata import LoaderOptions
@@ -143,6 +144,46 @@ def evaluate(ranks, folder, method, module, **arguments):
     }
 
 
+class Logs(Normed):
+    """Logs its training steps over all ranks, too."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("train_loss", loss, on_epoch=True, sync_dist=True)
+        return loss
+
+
+def in_turn(ranks, folder, runs, **arguments):
+    """Run methods of one trainer in turn; return the logged mean of each, or what was raised."""
+    seed_everything(1)
+    model, module = Logs(), Uneven(11, batch_size=3)
+    parallel = {"strategy": "ddp", "devices": ranks} if ranks > 1 else {}
+    trainer, logged = make_trainer(folder, **parallel, **arguments), []
+    for method in runs:
+        quiet = {} if method == "fit" else {"verbose": False}
+        try:
+            getattr(trainer, method)(model, datamodule=module, **quiet)
+        except MisconfigurationException as raised:
+            return str(raised)
+        name = "test_loss" if method == "test" else "val_loss"
+        logged.append(float(trainer.callback_metrics[name]))
+        trainer.fit_loop.max_epochs += 1  # for a further fit
+    return logged
+
+
+TURNS = {
+    "fits": {"runs": ["fit", "fit"]},
+    "evaluations": {"runs": ["validate", "test", "validate", "test"]},
+    "validates late": {
+        "runs": ["fit"],
+        "max_epochs": 4,
+        "check_val_every_n_epoch": 2,
+        "num_sanity_val_steps": 0,
+    },
+}
+"""Runs of one trainer, in turn."""
+
+
 def main(ranks, folder, cases):
     torch.set_num_threads(1)
     os.environ["RANKS"] = str(ranks)
@@ -165,6 +206,8 @@ def main(ranks, folder, cases):
         record("ones", "validate", Uneven(2 * ranks + 1, batch_size=1))
         record("ones to predict", "predict", Uneven(2 * ranks, batch_size=1))
         record("few to predict", "predict", Uneven(ranks - 1, batch_size=2))
+    for name, how in TURNS.items():
+        results[name] = in_turn(ranks, folder, **how)
     rank = int(os.environ.get("LOCAL_RANK", "0"))
     (Path(folder) / f"{ranks}-{rank}.json").write_text(json.dumps(results))
 

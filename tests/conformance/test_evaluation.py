@@ -7,6 +7,7 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
+from conformance.evaluate_on_ranks import TURNS
 from conformance.forked_ranks import launched
 from thoroughness import LONG
 
@@ -72,6 +73,19 @@ def test_logged_means_are_those_of_one_device(alone, together, length, size, met
     expected = alone[name]["metrics"][f"{stage}_loss"]
     for rank in together:
         assert rank[name]["metrics"][f"{stage}_loss"] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", TURNS)
+def test_what_was_logged_over_the_ranks_may_be_logged_again_by_the_same_trainer(
+    alone, together, name
+):
+    """In a further run, and in a training whose first validation comes late."""
+    assert len(alone[name]) == len(TURNS[name]["runs"])
+    for rank in together:
+        # Other numbers of ranks train in other steps.
+        expected = alone[name] if name == "evaluations" else together[0][name]
+        assert isinstance(rank[name], list), rank[name]
+        assert rank[name] == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize(("length", "size"), CASES)
