@@ -232,6 +232,8 @@ class BucketShare(DistributedSampler[Any]):
     def __init__(self, plan: BucketOrder, together: int | None, given: Rank | None) -> None:
         # No super().__init__(): it asks for the ranks, which may not be known yet.
         self._plan, self._given, self.together = plan, given, together
+        self.part: Rank | None = None
+        """Part of the samples that is read where ranks share one; None: each rank has its own."""
         self.seed, self.epoch, self.shuffle = plan.buckets.seed, Counted(), True
         self.drop_last = plan.drop_last
 
@@ -248,7 +250,7 @@ class BucketShare(DistributedSampler[Any]):
     @property
     def order(self) -> BucketOrder:
         """The plan of this rank in the epoch that was set last."""
-        rank, ranks = self._given or rank_now()
+        rank, ranks = self._given or self.part or rank_now()
         together = self.together or ranks
         plan = replace(self._plan, epoch=self.epoch, together=together)
         return replace(plan, rank=rank, world_size=ranks)

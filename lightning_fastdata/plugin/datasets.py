@@ -46,7 +46,8 @@ from lightning_fastdata.host.memory import read_host_memory
 from lightning_fastdata.loading.facts import Tell, try_apart
 from lightning_fastdata.loading.loader import TAKEN_OVER, FastDataLoader, Original
 from lightning_fastdata.loading.source import order_of
-from lightning_fastdata.order.epoch_order import dataset_length
+from lightning_fastdata.order.epoch_order import Rank, dataset_length, rank_now
+from lightning_fastdata.order.lengths import BucketBatchSampler
 from lightning_fastdata.order.samplers import (
     BlockShuffleSampler,
     RankBatchSampler,
@@ -408,6 +409,10 @@ def _share_of_rank(
     kwargs = trainer.distributed_sampler_kwargs
     batches, order = arguments.get("batch_sampler"), arguments.get("sampler")
     given = order if batches is None else batches
+    if kwargs is not None and isinstance(given, BucketBatchSampler):
+        part = Rank(int(kwargs["rank"]), int(kwargs["num_replicas"]))
+        # Ranks that compute one model together take the same part.
+        given.sampler.part = None if part == rank_now() else part
     if kwargs is None or split_of(given) is not None:
         return None
     if given is None and spec.length is None:

@@ -983,7 +983,7 @@ class DataModule:
         # The draws of a batch rest on no other batch, so that a run may go on from any of them.
         place = seams.training_place(trainer)
         device = trainer.strategy.root_device
-        number: tuple[int, ...] = trainer.global_rank, place.taken
+        number: tuple[int, ...] = seams.part_of_rank(trainer), place.taken
         if self.part_begin:
             number += (self.part_begin,)
         return drawn_under(seed, place.epoch, number, device)

@@ -628,6 +628,15 @@ def loss_scaler(trainer: Trainer) -> torch.amp.GradScaler | None:
     return getattr(trainer.precision_plugin, "scaler", None)
 
 
+def part_of_rank(trainer: Trainer) -> int:
+    """Return the number of the part of the data that this rank takes.
+
+    Ranks that compute one model together (``ModelParallelStrategy``) take the same part.
+    """
+    kwargs = trainer.distributed_sampler_kwargs
+    return trainer.global_rank if kwargs is None else int(kwargs["rank"])
+
+
 def of_ranks(trainer: Trainer, value: int) -> int:
     """Return the largest value that any rank gives; all ranks have to call this."""
     shared = torch.tensor(value, dtype=torch.int64, device=trainer.strategy.root_device)

@@ -224,7 +224,7 @@ def augment_foreign_batches(
         watch.asked()
         # Other ranks, other callbacks and the loader draw other numbers. Those of a batch rest on
         # no other batch, so that a run may go on from any of them.
-        number = steps.index(augment), trainer.global_rank, place.taken
+        number = steps.index(augment), seams.part_of_rank(trainer), place.taken
         key = SampleKey(derived_seed(seed, "callback", *number), epoch, 0)
         draws = drawn_under(key.seed, epoch, 0, trainer.strategy.root_device)
         with draws, told_of_shared_draws(transform, batch):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import random
 from contextlib import contextmanager
 from itertools import chain
+from pathlib import Path
 
 import albumentations as A
 import numpy as np
 import pytest
 import torch
+from conformance.forked_ranks import launched
 from misses import each
 from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms import v2
@@ -233,3 +236,13 @@ def test_each_of_two_loaders_goes_on_in_its_own_order(way, seed, tmp_path, monke
         assert order(one[3:]) == order(other)
         for name in ("image", "drawn"):
             assert alone(one[3:], name) == alone(other, name)
+
+
+def test_ranks_that_compute_one_model_together_read_and_draw_alike(tmp_path):
+    launched(Path(__file__).with_name("one_model_on_ranks.py"), str(tmp_path))
+    one, other = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    assert one.keys() == other.keys()
+    for name, steps in one.items():
+        assert other[name] == steps, name
+        read = sorted(index for indices, _ in steps for index in indices)
+        assert read == sorted([*range(24)] * 2), name
