@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from types import FunctionType
 from typing import Any, Final
 from weakref import WeakKeyDictionary
@@ -168,17 +169,20 @@ def _settled(one: Any, rank: Rank) -> bool:
 
 
 def _splits_by_node(stream: object) -> bool:
-    """Return whether a stage of a WebDataset, or a function of the user's, may share it out."""
+    """Return whether a stage of a WebDataset, or one of the user's own, may share it out."""
     stages = list(held(stream, "pipeline") or ())
     names = {stage.__name__ for stage in stages if isinstance(stage, FunctionType)}
     return (
         bool(names.intersection(_SHARED_OUT))
         or any(is_a(stage, "webdataset", "ResampledShards") for stage in stages)
-        or any(
-            isinstance(s, FunctionType) and not s.__module__.startswith("webdataset")
-            for s in stages
-        )
+        or not all(_home_of(stage).startswith("webdataset") for stage in stages)
     )
+
+
+def _home_of(stage: object) -> str:
+    """Return the module of a stage's function or class; empty: it is not known."""
+    made = stage.func if isinstance(stage, partial) else stage
+    return str(getattr(made, "__module__", ""))
 
 
 def why_state_is_lost(stream: object) -> str:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import gc
 import json
 import warnings
+from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import albumentations as A
@@ -282,9 +284,19 @@ def test_workers_that_are_started_anew_read_the_part_of_their_rank(tmp_path):
         assert sorted(one + other) == list(range(COUNT))
 
 
+def every(step, urls):
+    return islice(urls, 0, None, step)
+
+
+class EverySecond:
+    def __call__(self, urls):
+        return every(2, urls)
+
+
 def test_ranks_that_would_all_read_the_whole_of_a_webdataset_are_warned(tmp_path):
     wds, urls = webdataset(tmp_path, 2)
-    for splitter, told in ((None, 1), (wds.split_by_node, 0)):
+    own = [(splitter, 0) for splitter in (wds.split_by_node, partial(every, 2), EverySecond())]
+    for splitter, told in ((None, 1), *own):
         stream = wds.WebDataset(urls, shardshuffle=False, nodesplitter=splitter).decode()
         loader = FastDataLoader(stream.to_tuple("number.cls"), BATCH, num_workers=0)
         with as_rank(0), warnings.catch_warnings(record=True) as caught:
