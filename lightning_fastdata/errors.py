@@ -5,9 +5,9 @@ Every message says what happened, quotes the value, and says what to do.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import numbers
-from contextlib import suppress
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -44,7 +44,7 @@ def text_of(error: BaseException) -> str:
 
 def add_note(error: BaseException, note: str) -> None:
     """Add a note to an error, if that takes one: a frozen dataclass takes none."""
-    with suppress(Exception):
+    with contextlib.suppress(Exception):
         error.add_note(note)
 
 
