@@ -79,8 +79,9 @@ class Queued(Dataset):
         return torch.zeros(2)
 
 
-def test_what_the_first_step_compiles_is_no_cpu_that_the_others_take(virtual):
-    loader = FastDataLoader(Files("a", 80), batch_size=4, num_workers=0, executor="torch")
+def step_cpus(dataset, step):
+    """Return the CPUs that steps are taken to use; each is done by ``step``, given its number."""
+    loader = FastDataLoader(dataset, batch_size=4, num_workers=0, executor="torch")
     meter = StageMeter("train", torch.device("cpu"))
     meter.stamps.watch([loader])
     batches = iter(loader)
@@ -88,31 +89,29 @@ def test_what_the_first_step_compiles_is_no_cpu_that_the_others_take(virtual):
         meter.wait_began()
         next(batches)
         meter.timeline.wait_ended()
+        step(number)
+        meter.step_ended(4)
+    facts = LoaderFacts(num_workers=0, usable_cpus=2)
+    return meter.evidence(meter.summary(), facts).setup.step_cpus
+
+
+def test_what_the_first_step_compiles_is_no_cpu_that_the_others_take(virtual):
+    def step(number):
         virtual.work(0.01 if number else 10.0)
         virtual.advance(30_000_000)
-        meter.step_ended(4)
-    late = meter.evidence(meter.summary(), LoaderFacts(num_workers=0, usable_cpus=2))
-    assert late.setup.step_cpus == pytest.approx(0.25)
+
+    assert step_cpus(Files("a", 80), step) == pytest.approx(0.25)
 
 
 def test_a_cpu_that_reading_lacked_is_not_taken_off_the_time_of_the_steps(virtual):
-    dataset = Queued()
-    dataset.clock = virtual
-    loader = FastDataLoader(dataset, batch_size=4, num_workers=0, executor="torch")
-    meter = StageMeter("train", torch.device("cpu"))
-    meter.stamps.watch([loader])
-    batches = iter(loader)
-    for _ in range(len(loader)):
-        meter.wait_began()
-        next(batches)
-        meter.timeline.wait_ended()
+    def step(_):
         virtual.work(0.01)
         virtual.advance(10_000_000)
         virtual.queue(0.004)
-        meter.step_ended(4)
-    facts = LoaderFacts(num_workers=0, usable_cpus=2)
-    late = meter.evidence(meter.summary(), facts)
-    assert late.setup.step_cpus == pytest.approx(0.5)
+
+    dataset = Queued()
+    dataset.clock = virtual
+    assert step_cpus(dataset, step) == pytest.approx(0.5)
 
 
 def test_what_ran_before_a_restart_tells_nothing():
