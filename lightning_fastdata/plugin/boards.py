@@ -111,7 +111,7 @@ def phase_figure(steps: Columns) -> Figure:
     """Return the step as stacked areas over step number: compute, augment, transfer, wait.
 
     The legend has the mean of each phase. The dotted line is the floor that free data would give:
-    the median of ``step - stall``. With many steps, a column is the mean of several. It is drawn
+    the mean of ``step - stall``. With many steps, a column is the mean of several. It is drawn
     without pyplot, so neither its state nor a display is touched, on 4 x 2.8 inches at 150 dpi,
     with letters that can be read where TensorBoard shows it at 350 pixels.
 
@@ -154,7 +154,7 @@ def phase_figure(steps: Columns) -> Figure:
         linewidth=0,
         step="mid",
     )
-    floor = float(np.median(total - np.nan_to_num(steps["stall_ms"][drawn])))
+    floor = float((total - np.nan_to_num(steps["stall_ms"][drawn])).mean())
     axes.axhline(floor, color="black", linewidth=0.9, linestyle=":")
     # A few spikes must not press everything else flat.
     axes.set_ylim(0, 1.15 * max(float(np.percentile(_means(total, parts), 95)), 1e-6))

@@ -80,6 +80,15 @@ def test_a_figure_draws_only_measured_phases_and_the_floor_below_the_wait():
     assert figure.get_suptitle() == "step 15.0 ms   ····· 10.0 if data were free"
 
 
+def test_the_means_of_a_figure_add_up_where_some_steps_have_a_phase_that_others_lack():
+    others, some = timing(0, 2.0, 5.0), timing(0, 2.0, 5.0, augment_ms=8.0)
+    figure = boards.phase_figure(history_of(*[others, others, others, some] * 5).newest())
+    (axes,) = figure.axes
+    legend = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert sorted(legend) == ["augment 2.0", "compute 5.0", "wait 2.0"]
+    assert figure.get_suptitle() == "step 9.0 ms   ····· 7.0 if data were free"
+
+
 def test_a_training_fills_every_chart_and_leaves_both_reports(tmp_path):
     logger = TensorBoardLogger(tmp_path, name="run", version=0)
     trainer = quiet_trainer(
