@@ -400,8 +400,8 @@ class HostClock:
 
     __slots__ = ("mark",)
 
-    def __init__(self, clock_ns: Callable[[], int] = clock.monotonic_ns) -> None:
-        self.mark = clock_ns
+    def __init__(self, clock_ns: Callable[[], int] | None = None) -> None:
+        self.mark = clock_ns or clock.reader_ns()
 
     def elapsed_ms(self, begin: int, end: int) -> float:
         """Return the milliseconds between two marks."""
@@ -473,8 +473,6 @@ class _Step:
     """Mark of the end of the step's last work; None: the step ends when it is counted."""
     augment_is_outer: bool = False
     """Whether the transfer began within an augmentation."""
-    touched: bool = False
-    """Whether any mark was made."""
     index: int = 0
     cold: int = 0
     # Filled at the end of the step.
@@ -496,6 +494,7 @@ class StepTimeline:
     def __init__(self, *, host: HostClock | None = None, device: EventClock | None = None) -> None:
         self._host = HostClock() if host is None else host
         self._device = device
+        self._mark = self._host.mark if device is None else self._record
         self._step = _Step(cold=1)
         self._pending: deque[_Step] = deque()
         self._previous_end: Any = None
@@ -518,8 +517,8 @@ class StepTimeline:
     def wait_began(self) -> None:
         """The host asks for a batch."""
         step = self._step
-        step.wait_began = self._host.mark()
-        step.began["stall"] = self._mark(host_mark=step.wait_began)
+        step.wait_began = now = self._host.mark()
+        step.began["stall"] = now if self._device is None else self._record()
 
     def wait_ended(self) -> None:
         """The host has the batch."""
@@ -529,7 +528,7 @@ class StepTimeline:
         now = self._host.mark()
         step.wait_ms = (step.wait_ms or 0.0) + self._host.elapsed_ms(step.wait_began, now)
         step.wait_began = None
-        self._close("stall", self._mark(host_mark=now))
+        self._close("stall", now if self._device is None else self._record())
 
     def transfer_began(self) -> None:
         """The batch starts its way to the device."""
@@ -593,13 +592,14 @@ class StepTimeline:
     def drop_open_step(self) -> None:
         """Forget the marks since the last `compute_ended`: an exhausted loader, an aborted step."""
         step = self._step
-        if not step.touched:
+        fresh = _Step(index=step.index, cold=step.cold)
+        if step == fresh:
             return
         if self._device is not None:
             self._device.reuse(step.marks)
         # The time in between is not a gap: part of it was a step.
         self._previous_end = None
-        self._step = _Step(index=step.index, cold=step.cold)
+        self._step = fresh
 
     def poll(self) -> None:
         """Record the steps that the device has passed since. Never blocks."""
@@ -612,13 +612,11 @@ class StepTimeline:
                 marks = [*step.marks, *([] if step.previous_end is None else [step.previous_end])]
                 device.reuse([mark for mark in marks if mark is not step.ended])
 
-    def _mark(self, host_mark: int | None = None) -> Any:
-        step = self._step
-        step.touched = True
-        if self._device is None:
-            return self._host.mark() if host_mark is None else host_mark
+    def _record(self) -> Any:
+        """Return a new mark of the device."""
+        assert self._device is not None
         mark = self._device.mark()
-        step.marks.append(mark)
+        self._step.marks.append(mark)
         return mark
 
     def _close(self, phase: str, end: Any) -> None:

@@ -130,27 +130,25 @@ class WallClock:
 
     Blocks may be nested, and the innermost counts. Where no block is under way, the state of the
     run counts, which :meth:`turn_to` changes at any time.
+
+    Attributes:
+        state: Activity that counts where no block is under way.
     """
 
     __slots__ = (
-        "_began_ns", "_blocks", "_clock_ns", "_now", "_since_ns", "_spent_ns", "_state",
+        "_began_ns", "_blocks", "_clock_ns", "_now", "_since_ns", "_spent_ns", "state",
     )  # fmt: skip
 
-    def __init__(self, clock_ns: Callable[[], int] = clock.monotonic_ns) -> None:
-        self._clock_ns = clock_ns
-        self._began_ns = self._since_ns = clock_ns()
+    def __init__(self, clock_ns: Callable[[], int] | None = None) -> None:
+        self._clock_ns = clock_ns or clock.reader_ns()
+        self._began_ns = self._since_ns = self._clock_ns()
         self._spent_ns: defaultdict[Activity, int] = defaultdict(int)
-        self._state = self._now = Activity("setup")
+        self.state = self._now = Activity("setup")
         self._blocks: list[Activity] = []
-
-    @property
-    def state(self) -> Activity:
-        """Activity that counts where no block is under way."""
-        return self._state
 
     def turn_to(self, activity: Activity) -> None:
         """Change the state of the run."""
-        self._state = activity
+        self.state = activity
         if not self._blocks:
             self._change(activity)
 
@@ -166,7 +164,7 @@ class WallClock:
         blocks = self._blocks
         if blocks:
             outer = blocks.pop()
-            self._change(outer if blocks else self._state)
+            self._change(outer if blocks else self.state)
 
     def forget(self) -> None:
         """Count everything so far as setup: it was tried before the run began."""

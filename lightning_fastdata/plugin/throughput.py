@@ -95,8 +95,10 @@ def harmless(what: str) -> Callable[[_OfRun[_Given]], _Hook[_Given]]:
         @wraps(hook)
         def guarded(self: Any, /, *args: _Given.args, **kwargs: _Given.kwargs) -> None:
             if self._run is not None:
-                with self.survived(what):
+                try:  # the block `survived` would cost each step some microseconds
                     hook(self, self._run, *args, **kwargs)
+                except Exception as error:
+                    self.survive(what, error)
 
         return guarded
 
@@ -179,11 +181,13 @@ class ThroughputHooks:
         # A run belongs to one trainer; a copy of the callback (and of the trainer) starts afresh.
         return {**self.__dict__, "_run": None}
 
-    def _warn(self, what: str, error: Exception) -> None:
+    def survive(self, what: str, error: Exception) -> None:
         """Warn of an error, unless one of its kind was warned of in this run.
 
         ``what`` says what came of it, as in ``"The report was not written"``.
         """
+        if isinstance(error, FastDataWarning):  # which the program has made an error
+            raise error
         kind = (what, type(error))
         if kind in self._warned:
             return
@@ -196,10 +200,8 @@ class ThroughputHooks:
         """Turn an error in the block into a warning."""
         try:
             yield
-        except FastDataWarning:  # which the program has made an error
-            raise
         except Exception as error:
-            self._warn(what, error)
+            self.survive(what, error)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Register the augmentation and start to listen; Lightning calls it before any loader."""
@@ -236,7 +238,7 @@ class ThroughputHooks:
 
         seams.watch_sources(trainer, recording.stages, watch)
         recording.augments = seams.augmenting_stages(trainer, pl_module)
-        failed = partial(self._warn, _NOT_MEASURED)
+        failed = partial(self.survive, _NOT_MEASURED)
         run.undo.append(attach_tee(trainer, recording.listener, failed))
 
     @harmless("The training is not measured")
