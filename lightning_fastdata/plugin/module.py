@@ -74,6 +74,7 @@ from lightning_fastdata.plugin.transforms import (
     convert_staged,
     finish,
     inside,
+    is_staged,
     transfer,
 )
 from lightning_fastdata.randomness.seeds import derived_seed, global_seed
@@ -944,7 +945,7 @@ class DataModule:
     def on_before_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         """Run the LightningModule's hook of this name, if it has one."""
         hook = self._hook_of_module("on_before_batch_transfer")
-        if self.hooks_before_device():
+        if is_staged(batch) and self.hooks_before_device():
             batch = convert_staged(batch, self._in_precision)
         return batch if hook is None else inside(batch, lambda b: hook(b, dataloader_idx))
 

@@ -266,6 +266,11 @@ def inside(batch: Batch, function: Callable[[Batch], Batch]) -> Batch:
     return type(batch)(map(_restaged, batch, plain))
 
 
+def is_staged(batch: Batch) -> bool:
+    """Return whether a batch, or one of several loaders' batches, has transforms before it."""
+    return isinstance(batch, StagedBatch) or _is_combined(batch)
+
+
 def convert_staged(batch: Batch, convert: Callable[[Batch], Batch]) -> Batch:
     """Convert what is in staged batches, into which Lightning's own conversion does not look."""
     if isinstance(batch, StagedBatch):
