@@ -119,6 +119,12 @@ class Batched(Dataset):
         return [(row, index) for row, index in zip(rows, indices, strict=True)]
 
 
+def arrays(_: Path, length: int) -> Dataset:
+    table = np.random.default_rng(0).random((1024, 16), np.float32)
+    labels = np.arange(1024) % 10
+    return Each(length, lambda index: (table[index % 1024], labels[index % 1024]))
+
+
 def tuples(_: Path, length: int) -> Dataset:
     numbers = torch.rand(1024, 4)
     return Each(length, lambda index: (numbers[index % 1024], index % 10))
@@ -314,6 +320,7 @@ WORKLOADS = [
     Workload(name="token windows", make=token_windows, batch_size=16),
     Workload(name="token windows, drawn", make=drawn_windows, batch_size=16),
     Workload(name="__getitems__", make=lambda _, n: Batched(n), batch_size=256),
+    Workload(name="rows of arrays", make=arrays, batch_size=256),
     Workload(name="tiny tuples", make=tuples, batch_size=32),
     Workload(name="tiny tuples, batches of 4", make=tuples, batch_size=4),
     Workload(name="ragged, padded by collate_fn", make=ragged, batch_size=32, collate_fn=padded),

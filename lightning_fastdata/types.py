@@ -118,7 +118,9 @@ class Repeated(int):
 def unmarked(index: Any) -> Any:
     """Return an index as a dataset gets it; several, if it is a list or tuple of them."""
     if type(index) in (list, tuple):
-        return type(index)(map(unmarked, index))
+        kinds = set(map(type, index))  # most are plain numbers, of which there are many
+        marked = not kinds.isdisjoint((Repeated, list, tuple))
+        return type(index)(map(unmarked, index) if marked else index)
     return index.given if type(index) is Repeated else index
 
 

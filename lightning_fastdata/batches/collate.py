@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import Dataset, default_collate
 
 from lightning_fastdata.batches.memory import LateStack, is_plain
+from lightning_fastdata.batches.rows import CollateMap, dtype_of_rows, in_one_call
 from lightning_fastdata.errors import BatchError, check
 from lightning_fastdata.torch_internals import collate, collate_tensor_fn, default_collate_fn_map
 from lightning_fastdata.tree import children, is_named_tuple, leaves
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
     from lightning_fastdata.types import Batch
 
 Collate: TypeAlias = "Callable[[Any], Batch]"
-CollateMap: TypeAlias = "dict[type | tuple[type, ...], Callable[..., Any]]"
-"""Torch's table of the functions that collate the values of a class."""
 _KNOWN: Final = frozenset(
     {torch.Tensor, LateStack, np.ndarray, np.memmap, int, float, bool, str, bytes}
 )
@@ -118,7 +117,7 @@ def collate_privately(samples: Batch) -> Batch:
     In a worker torch collates into new shared memory for each batch, which costs a page fault for
     every 4 KiB, and refuses types that it promotes elsewhere.
     """
-    return collate(samples, collate_fn_map={**default_collate_fn_map, torch.Tensor: _stack})
+    return collate(samples, collate_fn_map={**in_one_call(), torch.Tensor: _stack})
 
 
 def _stack(samples: Batch, *, collate_fn_map: CollateMap | None = None) -> Batch:
@@ -136,7 +135,12 @@ def use_own_memory() -> None:
     _default = collate_privately
 
 
-_default: Collate = default_collate
+def _collate_shared(samples: Batch) -> Batch:
+    """Return what ``default_collate`` returns; in torch's workers in memory that is shared."""
+    return collate(samples, collate_fn_map=in_one_call())
+
+
+_default: Collate = _collate_shared
 
 
 def for_writing(collate_fn: Collate) -> Collate:
@@ -158,7 +162,9 @@ def for_writing(collate_fn: Collate) -> Collate:
 def _collate_late(samples: Sequence[Any], otherwise: Collate) -> Batch:
     if not _runs_no_user_code(samples[0]):
         return otherwise(samples)
-    return collate(samples, collate_fn_map={**default_collate_fn_map, torch.Tensor: _stack_late})
+    table = in_one_call()
+    arrays = partial(_arrays_late, otherwise=table[np.ndarray])
+    return collate(samples, collate_fn_map={**table, torch.Tensor: _stack_late, np.ndarray: arrays})
 
 
 def _runs_no_user_code(value: object) -> bool:
@@ -183,7 +189,18 @@ def _stack_late(samples: Batch, *, collate_fn_map: CollateMap | None = None) -> 
         and not sample.requires_grad
         for sample in samples
     )
-    return LateStack(samples) if late else _stack(samples, collate_fn_map=collate_fn_map)
+    return (
+        LateStack(samples, first.dtype) if late else _stack(samples, collate_fn_map=collate_fn_map)
+    )
+
+
+def _arrays_late(
+    samples: Batch, *, otherwise: Callable[..., Batch], collate_fn_map: CollateMap | None = None
+) -> Batch:
+    dtype = dtype_of_rows(samples)
+    if dtype is None:
+        return otherwise(samples, collate_fn_map=collate_fn_map)
+    return LateStack(samples, dtype)
 
 
 def _collate_without_notes(samples: Sequence[Any], collate_fields: Collate) -> Batch:

@@ -35,6 +35,7 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
+from lightning_fastdata.batches.rows import write_rows
 from lightning_fastdata.errors import FastDataWarning, WorkerError
 from lightning_fastdata.host.memory import read_host_memory, read_open_file_limits
 from lightning_fastdata.tree import bytes_of, is_named_tuple
@@ -346,18 +347,28 @@ class Packed(NamedTuple):
 
 
 class LateStack:
-    """Tensors that are stacked where their batch is written, so that they are copied once.
+    """Tensors or arrays that are stacked where their batch is written: they are copied once.
 
-    They are at least one, plain and dense, in host memory, without gradient, of one shape and type,
-    and such that torch would stack them to a contiguous tensor.
+    They are at least one, of one shape and type, and such that torch would stack them to a
+    contiguous tensor of the type ``dtype``. Tensors are plain and dense, in host memory, without
+    gradient; arrays are as :func:`~lightning_fastdata.batches.rows.dtype_of_rows` has them.
     """
 
-    __slots__ = ("dtype", "shape", "tensors")
+    __slots__ = ("dtype", "rows", "shape")
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self.tensors = tuple(tensors)
-        self.dtype = tensors[0].dtype
-        self.shape = (len(tensors), *tensors[0].shape)
+    def __init__(
+        self, rows: Sequence[torch.Tensor] | Sequence[NDArray[Any]], dtype: torch.dtype
+    ) -> None:
+        self.rows = tuple(rows)
+        self.dtype = dtype
+        self.shape = (len(rows), *rows[0].shape)
+
+    def write(self, out: torch.Tensor) -> None:
+        """Stack the rows into a tensor of the right shape and type."""
+        if isinstance(self.rows[0], torch.Tensor):
+            torch.stack(self.rows, out=out)  # type: ignore[arg-type]
+        else:
+            write_rows(self.rows, out)  # type: ignore[arg-type]
 
 
 def pack(
@@ -382,7 +393,7 @@ def write_leaves(packed: Packed, leaves: list[_Leaf], memory: Memory) -> None:
     """Copy leaves into memory: anything with a writable buffer of ``packed.size_bytes``."""
     for entry, leaf in zip(packed.table, leaves, strict=True):
         if isinstance(leaf, LateStack):
-            torch.stack(leaf.tensors, out=_tensor_view(entry, memory))
+            leaf.write(_tensor_view(entry, memory))
         elif isinstance(leaf, torch.Tensor):
             with torch.no_grad():
                 _tensor_view(entry, memory).copy_(leaf)
