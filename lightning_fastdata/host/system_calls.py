@@ -162,8 +162,10 @@ def pass_over_interrupts() -> None:
     """Have this process go on at Ctrl-C, of which its parent makes what is right.
 
     An interrupt that is ignored would be ignored by the programs that it starts, too, which would
-    outlive the training.
+    outlive the training. One that is handled is told to an event loop of the parent by a descriptor
+    that a fork has, too: there it would be one more interrupt of the parent.
     """
+    signal.set_wakeup_fd(-1)
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, lambda _number, _frame: None)
         signal.siginterrupt(signal.SIGINT, False)  # system calls of libraries go on

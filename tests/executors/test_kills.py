@@ -252,6 +252,30 @@ def test_ctrl_c_ends_the_programs_that_samples_are_made_by(tmp_path: Path) -> No
             os.kill(converter, signal.SIGKILL)
 
 
+class Interrupted(Dataset):
+    """Interrupts the process that reads it, as Ctrl-C does with all of them."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        signal.raise_signal(signal.SIGINT)
+        return index
+
+
+def test_an_event_loop_is_told_of_no_interrupt_of_a_worker() -> None:
+    reading, writing = os.pipe2(os.O_NONBLOCK)
+    before = signal.set_wakeup_fd(writing)  # as an event loop that handles signals does
+    try:
+        list(FastDataLoader(Interrupted(), 2, num_workers=1, executor="workers"))
+        with pytest.raises(BlockingIOError):
+            os.read(reading, 1)
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(reading)
+        os.close(writing)
+
+
 def shared_files_of(pid: int) -> list[str]:
     """Return the files with a name in /dev/shm that a process maps: those could be left over."""
     maps = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8").splitlines()
