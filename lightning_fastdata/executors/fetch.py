@@ -308,9 +308,13 @@ class Fetcher:
         return result
 
     def _first(self, read: Callable[[], _Fetched], index: object, epoch: int) -> _Fetched:
-        """Return ``read()`` with all generators seeded, and learn from which of them it draws."""
+        """Return ``read()`` with all generators seeded, and learn from which of them it draws.
+
+        Not of those from which samples of this fetch have drawn: it is done again for these.
+        """
         known = self.drawn
-        left = [name for name in GENERATORS if name not in known]
+        apart = known if self._watch is None else (*known, *self._watch.drawn())
+        left = [name for name in GENERATORS if name not in apart]
         before, self.drawn = DrawWatch(left), GENERATORS
         self._key(epoch, index)
         seeded, self.drawn = DrawWatch(left), known

@@ -277,6 +277,25 @@ def test_a_sample_that_draws_is_read_once(executor, workers, own, collate_fn) ->
     assert given == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
 
 
+def stacked_and_noisy(samples):
+    """Collate, and draw."""
+    return torch.stack(samples), torch.rand(()), np.random.rand(), random.random()
+
+
+@pytest.mark.parametrize("executor", ["inline", "workers"])
+def test_a_collation_that_draws_changes_nothing_of_what_samples_draw(executor) -> None:
+    drawing = {2, 3, 11, 12, 40}  # not the first one that is read
+    loader = FastDataLoader(
+        *(Seldom(drawing), 8),
+        seed=5,
+        num_workers=int(executor == "workers"),
+        executor=executor,
+        collate_fn=stacked_and_noisy,
+    )
+    drawn = torch.cat([rows[:, 1] for rows, *_ in loader]).tolist()
+    assert drawn == [expected(i, 0) if i in drawing else 0.0 for i in range(48)]
+
+
 @pytest.mark.parametrize("dataset", [Seldom(set(range(48))), OneGeneratorAfterAnother()])
 def test_inline_leaves_the_generators_of_the_training_alone(dataset) -> None:
     batches = iter(FastDataLoader(dataset, 8, executor="inline", num_workers=0))
