@@ -472,10 +472,11 @@ class _Leaves:
             size = obj.numel() * obj.element_size()
             return self._leaf(obj, obj.dtype, size, _strides_of(obj), obj.requires_grad)
         if kind is np.ndarray or kind is np.memmap:
-            # One that is read-only would be so on the other side, where it is a copy.
-            least = _MIN_ARRAY_BYTES if obj.flags.writeable else 1
-            if obj.nbytes < least or obj.dtype.hasobject or obj.dtype.names:
-                return self._as_it_is(obj)
+            kept = obj.dtype.isnative and not (obj.dtype.hasobject or obj.dtype.names)
+            if obj.nbytes < _MIN_ARRAY_BYTES or not kept:
+                # As from torch's workers, it comes in this machine's order of bytes, and may be
+                # written to: by the protocol of this pickle, one that is read-only would be so.
+                return obj.__reduce__()
             # A pickle keeps these two orders.
             strides = obj.strides if obj.flags.fnc else None
             return self._leaf(obj, obj.dtype.str, obj.nbytes, strides, requires_grad=False)
@@ -527,7 +528,7 @@ class _Unpickler(pickle.Unpickler):
                 tensor = tensor.clone()
             return tensor.requires_grad_() if leaf.requires_grad else tensor
         array = _array_view(leaf, self._owner)
-        return array.copy() if copy else array
+        return array.copy(order="K") if copy else array
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

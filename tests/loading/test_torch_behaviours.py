@@ -373,6 +373,26 @@ def test_arrays_of_which_workers_hand_over_copies_may_be_written_to(loader, numb
         assert array.tolist() == [7.0] * numbers
 
 
+def frozen(array: np.ndarray) -> np.ndarray:
+    array.flags.writeable = False
+    return array
+
+
+@each("numbers", [3, 300, 30_000])
+@each("kind", [">f4", ">i8", "f4", [("a", "i4"), ("b", "f8")], "M8[s]", "?"])
+@each("read_only", [False, True])
+def test_arrays_from_workers_are_those_of_torchs_workers(numbers, kind, read_only) -> None:
+    rows = np.ones((3, numbers), kind)
+    kept = [rows, np.asfortranarray(rows)]
+    kept = [frozen(array) if read_only else array for array in kept]
+    found = []
+    for loader in (DataLoader, FastDataLoader):
+        (batch,) = loader(Made(lambda _: kept, 1), collate_fn=list, num_workers=1)
+        found.append([(each.dtype, each.strides, each.flags.writeable) for each in batch[0]])
+        assert alike(batch, [[rows.astype(rows.dtype.newbyteorder("="))] * 2])
+    assert found[0] == found[1]
+
+
 @each("executor", ENGINE)
 @each("sample", [torch.arange(3), torch.eye(2), "text", np.arange(3), [1, 2], {"x": 1}, 7])
 def test_single_samples_that_are_to_be_collated_are_what_torch_makes_of_them(
