@@ -697,7 +697,7 @@ class DataModule:
         if lost:
             passed = ", ".join(f"{name}={name}" for name in lost)
             warnings.warn(
-                f"{type(self).__name__} takes {' and '.join(lost)} and does not pass it on, so "
+                f"{type(self).__name__} has {' and '.join(lost)} and does not pass it on, so "
                 f"that the default of FastDataModule is used. Call super().__init__({passed}).",
                 FastDataWarning,
                 stacklevel=3,

@@ -155,12 +155,12 @@ class Uses(Sets):
 
 
 def test_workers_that_are_set_where_nothing_reads_them_are_warned_of(tmp_path):
-    said = r"num_workers and pin_memory .*super\(\).__init__\(num_workers=num_workers, pin_memory="
+    said = r"Sets has num_workers and pin_memory .*__init__\(num_workers=num_workers, pin_memory="
     with pytest.warns(FastDataWarning, match=said):
         sizes(tmp_path, Sets(num_workers=0, pin_memory=True))
     saved = Sets(num_workers=0)
     saved.save_hyperparameters({"num_workers": 0})
-    with pytest.warns(FastDataWarning, match=r"takes num_workers"):
+    with pytest.warns(FastDataWarning, match=r"has num_workers"):
         sizes(tmp_path, saved)
     assert sizes(tmp_path, Sets(num_workers="auto", pin_memory=None))[0] == 8
     assert sizes(tmp_path, Uses(num_workers=0))[0] == 8
