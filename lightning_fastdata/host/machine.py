@@ -8,7 +8,6 @@ import platform
 import re
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 from lightning_fastdata.errors import VersionError
@@ -56,13 +55,19 @@ def check_versions(installed: Callable[[str], str] = importlib.metadata.version)
             )
 
 
+def version_of(package: str) -> str | None:
+    """Return the version of a package; None: it is not installed, or its version is unknown."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
 def read_versions() -> dict[str, str]:
     """Return the versions of Python, this package and those it uses; absent ones are left out."""
-    found = {"python": platform.python_version()}
-    for package in _REPORTED:
-        with suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
-    return found
+    found = {package: version_of(package) for package in _REPORTED}
+    installed = {package: version for package, version in found.items() if version is not None}
+    return {"python": platform.python_version(), **installed}
 
 
 def describe_machine(device: torch.device) -> dict[str, str | int | float]:

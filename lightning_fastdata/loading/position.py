@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import importlib.metadata
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
@@ -25,6 +24,7 @@ from lightning_fastdata.caches.cached import CachedDataset
 from lightning_fastdata.errors import DatasetError, FastDataWarning, OptionsError, add_note
 from lightning_fastdata.fingerprint import CountsBatches, Fingerprint, fingerprint
 from lightning_fastdata.host import clock
+from lightning_fastdata.host.machine import version_of
 from lightning_fastdata.loading.source import workers_of
 from lightning_fastdata.loading.stamped import Around
 from lightning_fastdata.order.epoch_order import Counted, dataset_length, rank_now
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from lightning_fastdata.loading.loader import FastDataLoader
 
 VERSION: Final = 1
+_version_of: Final = functools.cache(version_of)
 _KEPT: Final = 2**12
 """Number of last batches of a pass whose :class:`Noted` is kept."""
 _WITHIN_S: Final = 0.03
@@ -111,7 +112,7 @@ class Position:
     bad: list[int | str] = field(default_factory=list)
     """Samples that were replaced or left out; they count against the budget of bad samples."""
     package: str = ""
-    """Version of this package that wrote the state."""
+    """Version of this package that wrote the state; "": it was not installed."""
     version: int = VERSION
     """Version of the format of the state."""
 
@@ -605,7 +606,7 @@ def as_it_is(loader: FastDataLoader[Any], indices: EpochIndices | None) -> Posit
         seed=loader.seed,
         order="a stream" if indices is None else type(deciding(indices.source)).__name__,
         dataset=_fingerprint(loader.dataset),
-        package=own_version(),
+        package=_version_of("lightning-fastdata") or "",
     )
 
 
@@ -632,15 +633,6 @@ def _fingerprint(dataset: object) -> str:
 def _file_name(entry: object) -> str:
     path = entry[0] if isinstance(entry, tuple | list) and entry else entry
     return path.replace("\\", "/").rpartition("/")[2] if isinstance(path, str) else ""
-
-
-@functools.cache
-def own_version() -> str:
-    """Return the version of this package; "" if it is on the path without being installed."""
-    try:
-        return importlib.metadata.version("lightning-fastdata")
-    except importlib.metadata.PackageNotFoundError:
-        return ""
 
 
 def samples_before(indices: EpochIndices, now: Position, epoch: int, batches: int) -> int:

@@ -15,7 +15,7 @@ def installed(monkeypatch):
     """Have the metadata of installed libraries tell these versions."""
 
     def tell(**versions):
-        monkeypatch.setattr(tape, "_version", versions.get)
+        monkeypatch.setattr(tape, "version_of", versions.get)
         tape.refusal.cache_clear()
 
     yield tell

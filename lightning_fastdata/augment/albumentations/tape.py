@@ -21,7 +21,6 @@ and a warning says so.
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import os
 import warnings
 from collections.abc import Callable, Mapping
@@ -52,6 +51,7 @@ from lightning_fastdata.augment.ops.operation import (
     Transform,
 )
 from lightning_fastdata.errors import FastDataWarning
+from lightning_fastdata.host.machine import version_of
 from lightning_fastdata.tree import copy_of_compose
 
 _Values: TypeAlias = "dict[str, Any]"
@@ -67,7 +67,7 @@ def refusal() -> str | None:
     If there is a reason, the first call in a process warns.
     """
     os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")
-    version, of_x = _version("albumentations"), _version("albumentationsx")
+    version, of_x = version_of("albumentations"), version_of("albumentationsx")
     if of_x is not None:  # it installs a package of the same name
         reason = f"`import albumentations` is AlbumentationsX {of_x}, which cannot be recorded"
     elif version == KNOWN_VERSION:
@@ -85,14 +85,6 @@ def what_it_means(reason: str) -> str:
         "give what the installed library gives. To have a GPU run what it can: pip uninstall "
         f"albumentations albumentationsx; pip install albumentations=={KNOWN_VERSION}."
     )
-
-
-def _version(library: str) -> str | None:
-    """Return the version of a library; None: it is not installed, or its version is unknown."""
-    try:
-        return importlib.metadata.version(library)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 @dataclass(slots=True, eq=False)
