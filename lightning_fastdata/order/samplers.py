@@ -327,12 +327,13 @@ class SharedSampler(DistributedSampler[Any]):
             f"are of {self.full}, are {done}"
         )
 
-    def keyed_steps(self, *, even: bool = False, once: bool = False) -> Iterator[Step]:
+    def keyed_steps(self, *, even: bool = False) -> Iterator[Step]:
         """Return the steps of the epoch that was set last, with keyed draws; see :func:`keyed`."""
         items: Any = self.source
         if self.gives_samples:
             items = BatchSampler(items, self.full, self.drop_last)
-        return keyed(self.steps(items, even=even), self.seed, self.epoch, once=once)
+        steps, once = self.steps(items, even=even), draws_at_start(self.source)
+        return keyed(steps, self.seed, self.epoch, once=once)
 
     def steps(
         self, items: Iterable[Any], *, even: bool = False, first: Any = (), begun: int = 0
@@ -456,7 +457,7 @@ class RankBatchSampler(BatchSampler):
         if plan is not None:
             yield from (batch.tolist() for batch in plan.batches())
         elif isinstance(share, SharedSampler):
-            yield from (step.own for step in share.keyed_steps(once=draws_at_start(share.source)))
+            yield from (step.own for step in share.keyed_steps())
         else:
             yield from super().__iter__()
 
@@ -650,8 +651,8 @@ def _grouped_in(source: object) -> object:
 # -- indices as arrays -----------------------------------------------------------------------------
 
 
-def index_batches(batch_sampler: Iterable[Any]) -> Iterator[Any]:
-    """Yield the batches of a batch sampler; as int64 arrays where that gives the same indices.
+def index_batches(batch_sampler: BatchSampler) -> Iterator[Any]:
+    """Yield the batches of torch's own; as int64 arrays where that gives the same indices.
 
     Python integers cost more than copying a row does. For torch's own samplers that draw an epoch
     at its start, and for those of this module, the same indices are computed as one array; any
@@ -661,14 +662,13 @@ def index_batches(batch_sampler: Iterable[Any]) -> Iterator[Any]:
     if plan is not None:
         yield from plan.batches()
         return
-    plain = batch_sampler if type(batch_sampler) is BatchSampler else None
-    order = None if plain is None else _drawn_order(plain.sampler)
-    if plain is None or order is None:
+    sampler, size = batch_sampler.sampler, batch_sampler.batch_size
+    order = _drawn_order(sampler)
+    if order is None:
         yield from batch_sampler
         return
-    stop = len(order) - len(order) % plain.batch_size if plain.drop_last else len(order)
-    yield from parts_of(order, cut(stop, plain.batch_size))
-    sampler = plain.sampler
+    stop = len(order) - len(order) % size if batch_sampler.drop_last else len(order)
+    yield from parts_of(order, cut(stop, size))
     if type(sampler) is RandomSampler and sampler.generator is not None:
         # torch draws a second permutation for a remainder, and then takes nothing of it.
         drawn_permutation(len(order), sampler.generator)
