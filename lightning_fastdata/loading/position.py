@@ -225,7 +225,7 @@ class Noted(NamedTuple):
     """CRC-32 of the stream's batches so far; None: not known, or no stream."""
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(kw_only=True)
 class Pass:
     """One pass over the data of a loader."""
 
@@ -252,10 +252,9 @@ class Pass:
     noted: dict[int, Noted] = field(default_factory=dict)
     """State after each of the last batches that were read, by the number of batches until then."""
 
-    def __getstate__(self) -> tuple[None, dict[str, Any]]:
+    def __getstate__(self) -> dict[str, Any]:
         # The executor belongs to one loader; a copy of the loader starts its own.
-        state = {each.name: getattr(self, each.name) for each in fields(self)}
-        return None, {**state, "indices": None, "executor": None}
+        return {**vars(self), "indices": None, "executor": None}
 
     def note(self, batches: int, noted: Noted) -> None:
         """Note the state after a number of batches."""
@@ -663,7 +662,7 @@ def start_of(begun: Pass, now: Position, indices: EpochIndices) -> Start:
         return Start()
     if not state.batches and not state.samples:
         indices.prepare(state.drawn)
-        return Start(drawn=None if "ahead" in state.drawn else state.drawn or None)
+        return Start(drawn={} if "ahead" in state.drawn else state.drawn)
     if state.samples < 0:  # the training was saved without a state of the loader
         tell_unknown(state, f"with batch {state.batches} of the order there is now")
         return Start(
@@ -678,7 +677,7 @@ def start_of(begun: Pass, now: Position, indices: EpochIndices) -> Start:
         samples=state.samples,
         late=tuple(state.late),
         same_batches=state.same_steps(now),
-        drawn=state.drawn or None,
+        drawn=state.drawn,
         digest=None if splits or changed else state.digest,
     )
 
@@ -822,7 +821,7 @@ def cut_anew(state: Position, now: Position, indices: EpochIndices) -> Position:
     if state.same_steps(now):
         return state
     batches = state.batches * state.world_size // now.world_size
-    start = Start(batches=batches, samples=state.samples, drawn=state.drawn or None)
+    start = Start(batches=batches, samples=state.samples, drawn=state.drawn)
     left = indices.batches_left(state.epoch, start)
     return state if left is None else replace(state, batches=len(indices) - left)
 

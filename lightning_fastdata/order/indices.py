@@ -17,7 +17,7 @@ import zlib
 from array import array
 from collections.abc import Iterable, Iterator, Sized
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from typing import Any, Final, Protocol, TypeAlias, TypeGuard, cast, runtime_checkable
 
@@ -101,8 +101,8 @@ class Start:
     """Numbers of batches before ``batches`` that were not delivered, and come first."""
     same_batches: bool = True
     """Whether batches have the size that they had before; False: only ``samples`` counts."""
-    drawn: Drawn | None = None
-    """State from which the sampler drew the epoch; None: not known, or not needed."""
+    drawn: Drawn = field(default_factory=dict)
+    """State from which the sampler drew the epoch; empty: not known, or not needed."""
     digest: int | None = None
     """CRC-32 of the indices before this place, as they were delivered; None: not known."""
 
@@ -291,7 +291,7 @@ class EpochIndices:
         """
         decides = deciding(self.source)
         # Not earlier: torch draws a seed of its own between iter() and the first index.
-        _restore(decides, start.drawn or {})
+        _restore(decides, start.drawn)
         self._drawn, self._drawn_epoch = start.drawn or self._to_draw(), self.epoch
         steps = self._steps(Start() if again else start, taken)
         if self._seed is not None:
@@ -404,9 +404,9 @@ def _restore(sampler: object, drawn: Drawn) -> None:
 
 
 @contextmanager
-def _as_before(drawn: Drawn | None) -> Iterator[None]:
+def _as_before(drawn: Drawn) -> Iterator[None]:
     """Set torch's generator to the state that the epoch was drawn from while the block runs."""
-    if not drawn or "torch" not in drawn:
+    if "torch" not in drawn:
         yield
         return
     with kept_random_state(("torch",)):

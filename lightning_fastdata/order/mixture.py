@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count
 from numbers import Real
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 from torch.utils.data import Dataset, IterableDataset
@@ -28,6 +28,7 @@ from lightning_fastdata.errors import (
 )
 from lightning_fastdata.order.epoch_order import (
     Counted,
+    Ints,
     KeyedPermutation,
     check_whole,
     dataset_length,
@@ -37,9 +38,6 @@ from lightning_fastdata.randomness.seeds import derived_seed
 from lightning_fastdata.torch_internals import unsplit_stream
 from lightning_fastdata.tree import has_method
 from lightning_fastdata.types import Batch, SetsEpoch
-
-if TYPE_CHECKING:
-    from lightning_fastdata.order.epoch_order import Ints
 
 Weights: TypeAlias = Mapping[str, float]
 """Weight of each part, by its name; only their ratios count."""
