@@ -307,12 +307,6 @@ class Here:
         return [self.alone(0, what)]
 
 
-def compare_all(kind: str, cases: dict[str, Case], ranks: Any, folder: str) -> Iterator[Any]:
-    """Compare cases."""
-    for name, case in cases.items():
-        yield from compare(kind, name, case, ranks, folder)
-
-
 def go_first() -> bool:
     """Have this program and those that it starts go before others, where that is allowed.
 

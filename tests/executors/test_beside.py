@@ -28,7 +28,6 @@ from lightning_fastdata.host import clock
 from lightning_fastdata.host.cpu import worker_processes
 
 MS = 1_000_000
-LOOK_MS = 50
 
 
 class Scheduled(clock.Clock):

@@ -54,11 +54,6 @@ class NegativeLength(NoLength):
         return -1  # noqa: PLE0303
 
 
-class OnlyIterates:
-    def __iter__(self):
-        return iter([torch.zeros(4)])
-
-
 @dataclasses.dataclass
 class Pair:
     x: object

@@ -34,8 +34,6 @@ from lightning_fastdata import tree
 from lightning_fastdata.fingerprint import Watched, fingerprint
 from lightning_fastdata.host import clock
 
-OF_NOBODY = object()
-"""A global that is no plain data."""
 TEXTS = "'T'" if hasattr(np.dtypes, "StringDType") else "object"
 """Type of an array of texts of any length; NumPy 1 has none."""
 

@@ -25,7 +25,6 @@ from lightning_fastdata.loading.plan_for import ExecutorChoice
 from lightning_fastdata.types import STAGES
 
 NAMES = [field.name for field in fields(LoaderOptions)]
-WITH_DEFAULTS = [field.name for field in fields(LoaderOptions) if field.default != "auto"]
 
 
 any_options = st.builds(
