@@ -32,7 +32,6 @@ from trainings.registry import TRAININGS
 
 from lightning_fastdata import CachedDataset, FastDataLoader, FastDataModule
 
-HERE = Path(__file__).parent
 PHOTOS = Path(tempfile.gettempdir()) / "fastdata-prove-photos"
 
 

@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Final, NamedTuple
 
-from lightning_fastdata.errors import OptionsError
-
 _LOCAL_SIZE_VARIABLES = (
     "LOCAL_WORLD_SIZE",  # torchrun, torch elastic
     "OMPI_COMM_WORLD_LOCAL_SIZE",  # Open MPI
@@ -209,13 +207,8 @@ def read_cpu_limit(
     """CPU limit of this process, read from ``/proc``, ``/sys`` and the environment.
 
     ``local_ranks``: ranks on this host; None: as the launcher's environment variables say.
-
-    Raises:
-        OptionsError: ``local_ranks`` is below 1.
     """
     ranks = ranks_on_host(environ) if local_ranks is None else local_ranks
-    if ranks < 1:
-        raise OptionsError(f"local_ranks is {ranks!r}; a host has at least 1 rank. Pass 1 or more.")
     affinity_cpus = affinity()
     quota_cpus, quota_source = min(_read_quotas(root), default=(None, None))
     # srun binds each task to its own CPUs. When the ranks are the tasks, an affinity of

@@ -189,8 +189,7 @@ class KeptExecutor:
         self._deaths = 0
         """Number of side processes that had died when the last batch was handed over."""
         self.pin_on = _pinning_device() if self.settings.pin_memory else None
-        ahead = self.aside or kind_of(self.name).gathers
-        self._pin_thread = PinThread(self.pin_on) if self.pin_on and ahead else None
+        self._pin_thread = PinThread(self.pin_on) if self.pin_on and self._in_one_process else None
         self.records: deque[BatchStamps] | None = None
         self._iterators: weakref.WeakSet[EpochIterator] = weakref.WeakSet()
         """Iterators that are still referenced, finished ones too."""

@@ -240,7 +240,7 @@ def test_whole_numbers_of_numpy_are_taken_as_pythons():
     assert DataThroughputCallback(every_n_steps=np.int64(5)).every_n_steps == 5
 
 
-def test_datasets_that_are_made_in_setup_are_asked_for_after_it(tmp_path):
+def test_datasets_that_are_made_in_setup_are_asked_for_after_it():
     for ask in (FastDataModule.explain, FastDataModule.train_dataloader):
         with pytest.raises(FastDataError, match=r"MadeInSetup.train_dataset\(\).*call setup\('fit"):
             ask(MadeInSetup(4))

@@ -49,7 +49,7 @@ def test_a_training_reads_the_mixture_in_its_own_order_and_goes_on_within_an_epo
     assert rest == straight[STEPS + 3 :]
 
 
-def test_a_mixture_is_shuffled_and_cached_by_nobody(tmp_path):
+def test_a_mixture_is_shuffled_and_cached_by_nobody():
     with pytest.raises(OptionsError, match="order of its own"):
         module(mixture(), shuffle=True).train_dataloader()
     cached = module(mixture(), cache="ram").train_dataloader()

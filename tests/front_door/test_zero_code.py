@@ -143,7 +143,7 @@ def test_each_rank_of_a_script_is_measured(script):
 
 
 @pytest.mark.slow
-def test_modules_and_the_other_lightning_package_are_run(script, tmp_path):
+def test_modules_and_the_other_lightning_package_are_run(script):
     pytest.importorskip("pytorch_lightning")
     script.write_text(SCRIPT.replace("LIGHTNING", "pytorch_lightning"))
     where = ("--report", "found/it.json")

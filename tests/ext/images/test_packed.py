@@ -53,7 +53,7 @@ def test_it_survives_pickling_whole_and_in_part(strings, start, stop, protocol):
         assert pickle.loads(pickle.dumps(one, protocol)) == expected
 
 
-def test_every_file_name_comes_back(tmp_path):
+def test_every_file_name_comes_back():
     names = [os.fsdecode(name) for name in (b"plain", b"caf\xc3\xa9", b"\xff\xfe", b"a\x80b")]
     assert [os.fsencode(name) for name in PackedStrings(names)] == [*map(os.fsencode, names)]
 
