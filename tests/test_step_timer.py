@@ -97,6 +97,18 @@ def test_a_phase_of_some_steps_has_the_mean_of_all_so_that_phases_add_up_to_the_
     assert timer.metrics()["data_step/augment_ms"] == stage.augment.mean_ms
 
 
+def test_a_phase_that_none_of_the_newest_steps_had_keeps_its_mean():
+    timer = StepTimer("cpu")
+    for i, _ in enumerate(timer.batches(range(1101))):
+        if 1 <= i <= 11:
+            with timer.augment():
+                pass_ms(1)
+        pass_ms(1)
+    (stage,) = timer.report().stages
+    assert stage.augment.mean_ms == pytest.approx(11 / 1100)
+    assert stage.augment.p95_ms == stage.augment.mean_ms
+
+
 def test_phases_outside_of_a_step_do_nothing():
     timer = StepTimer("cpu")
     with timer.transfer(), timer.augment():

@@ -409,6 +409,8 @@ def test_columns_that_cannot_be_a_dataset_are_refused_by_name() -> None:
         ColumnDataset({"x": np.zeros(3), "y": np.zeros(4)})
     with pytest.raises(DatasetError, match=r"one array, of shape \(40, 3\)"):
         ColumnDataset(np.zeros((40, 3)))
+    with pytest.raises(DatasetError, match=r"Column 'x' .* has no rows"):
+        ColumnDataset({"x": np.float32(3)[...]})
     with pytest.raises(DatasetError, match=r"Column 'x' .* type list"):
         ColumnDataset({"x": [1, 2]})
     with pytest.raises(DatasetError, match=r"Column 0 .* <U1"):

@@ -243,6 +243,8 @@ def test_hdf5_rows_are_those_of_h5py(tmp_path):
     with pytest.raises(DatasetError, match=r"differ in length: \{'x': 48, 'short': 3\}"):
         sources.Hdf5Source(tmp_path / "x.h5", ["x", "short"])
     assert sources.Hdf5Source(tmp_path / "x.h5", ["scans/1"]).get_bytes([4]) == [{"scans/1": 4}]
+    with pytest.raises(OptionsError, match="got no names"):
+        sources.Hdf5Source(tmp_path / "x.h5", [])
     for name in ("z", "scans", "scalar"):
         named = rf"has not all of \['{name}'\].*\['scalar', 'scans/1', 'short', 'x', 'y'\]"
         with pytest.raises(DatasetError, match=named):
