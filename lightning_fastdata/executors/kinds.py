@@ -176,19 +176,9 @@ def kind_of(executor: AnyExecutor) -> ExecutorKind:
     """
     found = find_kind(executor)
     if found is None:
-        raise _unknown(executor)
+        known = ", ".join(map(repr, ("auto", *KINDS, *registry.executor_names())))
+        raise OptionsError(f"executor is {executor!r}; allowed are {known}.")
     return found
-
-
-def executor_names() -> list[str]:
-    """Return the names of all executors."""
-    return [*KINDS, *registry.executor_names()]
-
-
-def _unknown(executor: object) -> OptionsError:
-    own = [name for name, kind in KINDS.items() if not kind.is_torch]
-    known = ", ".join(map(repr, [*own, *registry.executor_names()]))
-    return OptionsError(f"executor is {executor!r}; there are {known}.")
 
 
 def executor_for(asked: AnyExecutor, *, stream: bool, workers: int) -> AnyExecutor:
@@ -248,26 +238,20 @@ def room_elsewhere(executor: AnyExecutor, ranks: int) -> int | None:
 
 
 def open_executor(plan: FetchPlan, given: Resources) -> Executor:
-    """Start an executor, not ``"torch"``.
+    """Start an executor that can read the plan's dataset, see :func:`executor_for`; not torch's.
 
     Raises:
-        OptionsError: There is no such executor, or it cannot run this plan.
+        OptionsError: This system lacks what the executor needs.
     """
     from lightning_fastdata.batches.memory import shared_slots_supported
 
-    executor = given.executor
-    kind = kind_of(executor)
-    if kind.start is None:
-        raise _unknown(executor)
-    if isinstance(plan.dataset, IterableDataset) and not kind.reads_streams:
-        raise OptionsError(
-            f"executor is {executor!r}, which reads by index, and "
-            f"{type(plan.dataset).__name__} is a stream. Use 'workers' or 'inline'."
-        )
+    kind = kind_of(given.executor)
     if kind.side_processes and not shared_slots_supported():
         raise OptionsError(
-            f"executor {executor!r} needs memory files of Linux; use 'torch' or 'inline' here."
+            f"executor {given.executor!r} needs memory files of Linux; use 'torch' or 'inline' "
+            "here."
         )
+    assert kind.start is not None
     return kind.start(plan, given)
 
 

@@ -23,7 +23,7 @@ from lightning_fastdata.errors import (
     is_number,
     is_whole,
 )
-from lightning_fastdata.executors.kinds import AnyExecutor, executor_names, find_kind
+from lightning_fastdata.executors.kinds import AnyExecutor, kind_of
 from lightning_fastdata.types import has_own_order
 
 Auto: TypeAlias = Literal["auto"]
@@ -255,8 +255,8 @@ class LoaderOptions:
         for name in ("in_order", "probe"):
             check(name, getattr(self, name), type(getattr(self, name)) is bool, "True and False")
         check_among("multiprocessing_context", self.multiprocessing_context, _START_METHODS)
-        if self.executor != "auto" and find_kind(self.executor) is None:
-            check_among("executor", self.executor, ("auto", *executor_names()))
+        if self.executor != "auto":
+            kind_of(self.executor)  # raises an error if there is none
         BadSamples.of(self.on_bad_sample)
         wait: Any = self.timeout
         fine = is_number(wait) and type(wait) is not bool and 0 <= wait < math.inf

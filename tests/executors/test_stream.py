@@ -19,9 +19,9 @@ from processes import until
 from thoroughness import max_examples
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 
-from lightning_fastdata.errors import OptionsError, WorkerError
+from lightning_fastdata.errors import WorkerError
 from lightning_fastdata.executors.fetch import FetchPlan
-from lightning_fastdata.executors.kinds import Resources, open_executor
+from lightning_fastdata.executors.kinds import Resources
 from lightning_fastdata.executors.pool.scheduler import StreamExecutor
 from lightning_fastdata.loading.loader import FastDataLoader
 
@@ -119,9 +119,6 @@ def test_an_executor_that_needs_an_index_gives_way_to_workers() -> None:
     how = {"batch_size": 3, "num_workers": 1}
     ours = FastDataLoader(Lengths([7]), **how, executor="gather")
     assert alike(epochs_of(ours), epochs_of(DataLoader(Lengths([7]), **how)))
-    plan = FetchPlan(dataset=Lengths([7]), collate_fn=default_collate)
-    with pytest.raises(OptionsError, match="is a stream"):
-        open_executor(plan, Resources(executor="gather"))
 
 
 class Meaningful(torch.Tensor):

@@ -5,19 +5,13 @@ from __future__ import annotations
 from typing import get_args
 
 import pytest
-from loading.planned import Stream
+import torch
 from misses import each
-from torch.utils.data import TensorDataset, default_collate
+from torch.utils.data import TensorDataset
 
+from lightning_fastdata import FastDataLoader
 from lightning_fastdata.errors import OptionsError
-from lightning_fastdata.executors.fetch import FetchPlan
-from lightning_fastdata.executors.kinds import (
-    ExecutorName,
-    Resources,
-    executor_for,
-    kind_of,
-    open_executor,
-)
+from lightning_fastdata.executors.kinds import ExecutorName, executor_for, kind_of
 from lightning_fastdata.loading.options import LoaderOptions
 
 NAMES = get_args(ExecutorName)
@@ -39,16 +33,13 @@ def test_who_fetches_can_read_the_dataset_with_so_many_workers(name, stream, wor
     assert workers or not kind_of(found).side_processes
     if found != name:
         assert (stream and not kind_of(name).reads_streams) or not workers
-    dataset = Stream() if stream else TensorDataset()
-    if stream and not kind_of(name).reads_streams:
-        with pytest.raises(OptionsError, match="is a stream"):
-            open_executor(
-                FetchPlan(dataset=dataset, collate_fn=default_collate), Resources(executor=name)
-            )
 
 
-@pytest.mark.parametrize("name", ["torch", "thread", "Workers"])
+@pytest.mark.parametrize("name", ["thread", "Workers", 3])
 def test_what_is_no_executor_is_refused_with_those_that_there_are(name):
-    plan = FetchPlan(dataset=Stream(), collate_fn=default_collate)
-    with pytest.raises(OptionsError, match="'inline', 'gather', 'workers', 'ray'"):
-        open_executor(plan, Resources(executor=name))
+    with pytest.raises(OptionsError, match="'auto', 'torch', 'inline', 'gather', 'workers', 'ray'"):
+        LoaderOptions(executor=name)
+    loader = FastDataLoader(TensorDataset(torch.zeros(2, 1)))
+    loader.executor = name
+    with pytest.raises(OptionsError, match=f"executor is {name!r}"):
+        next(iter(loader))
