@@ -470,14 +470,11 @@ class KeptExecutor:
 
     def close(self) -> None:
         """Stop the executor; the next epoch starts a new one."""
-        self._leave_to_parent()
+        for executor in self._at_work():
+            executor.close()
         for each in self._unfinished():
-            if each.executor is not None:
-                each.executor.close()
             each.end("its loader was closed")
-        if self._iterator is not None:
-            self._iterator.close()
-            self._iterator = None
+        self._iterator = None
 
 
 class EpochIterator:

@@ -110,7 +110,7 @@ def named(datasets: object, name: str) -> list[tuple[str, Any]]:
         )
     if _is_by_name(datasets):
         return [(f"{name}[{key!r}]", dataset) for key, dataset in datasets.items()]
-    if isinstance(datasets, list | tuple) and _is_several(datasets):
+    if _is_several(datasets):
         return [(f"{name}[{i}]", dataset) for i, dataset in enumerate(datasets)]
     return [(name, datasets)]
 
@@ -136,7 +136,7 @@ def _is_by_name(datasets: object) -> TypeGuard[Mapping[Any, Any]]:
     return isinstance(datasets, Mapping) and not one
 
 
-def _is_several(datasets: object) -> bool:
+def _is_several(datasets: object) -> TypeGuard[Sequence[Any]]:
     """Whether these are datasets, or loaders, rather than one dataset that is a sequence."""
     if isinstance(datasets, Dataset) or not isinstance(datasets, list | tuple):
         return False
