@@ -100,6 +100,12 @@ def test_hue_equals_albumentations_at_any_width(width):
     assert found.on_device == 1
 
 
+def test_colours_that_are_not_shifted_stay_to_the_bit():
+    found = pixel_parity(A.HueSaturationValue(0, 0, 0, p=1), photographs(131, 33), draws=1)
+    assert found.largest == 0
+    assert found.on_device == 1
+
+
 @each(("length", "out"), [(6, 34), (6, 130), (148, 91), (212, 3), (97, 96)])
 def test_nearest_reads_the_pixel_that_opencv_reads_where_the_last_bit_decides(length, out):
     ramp = np.arange(length, dtype=np.float32)[None, :, None].repeat(2, 0)
