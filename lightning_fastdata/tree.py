@@ -10,9 +10,10 @@ import importlib.metadata
 import sys
 import sysconfig
 from collections import UserDict, UserList, deque
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import lru_cache, partial
+from itertools import islice
 from pathlib import PurePath
 from types import (
     BuiltinMethodType,
@@ -249,6 +250,38 @@ def is_a(item: object, package: str, name: str | None = None) -> bool:
     )
 
 
+def datasets_in(
+    dataset: object,
+    closed: Callable[[Any], bool] = lambda _: False,
+    parts: Callable[[Any], Iterable[object]] | None = None,
+) -> Iterator[Any]:
+    """Yield a dataset and the datasets and sources within it, each once.
+
+    ``closed`` tells of which ones what they hold is left out. ``parts`` returns what one holds;
+    None: the datasets and sources among its attributes, and in lists, tuples and dicts there.
+    """
+    waiting: list[Any] = [dataset]
+    seen: set[int] = set()
+    while waiting:
+        one = waiting.pop()
+        if id(one) not in seen:
+            seen.add(id(one))
+            yield one
+            waiting.extend(() if closed(one) else (parts or _read_by)(one))
+
+
+def _read_by(owner: object) -> Iterator[object]:
+    for value in list(held_by(owner).values()):
+        parts = value.values() if type(value) is dict else value
+        several = parts if parts is not value or isinstance(value, list | tuple) else (value,)
+        if any(map(_is_read, islice(several, _MAX_ITEMS))):  # else it is no list of datasets
+            yield from filter(_is_read, list(several))
+
+
+def _is_read(part: object) -> bool:
+    return isinstance(part, torch.utils.data.Dataset) or has_method(part, "get_bytes")
+
+
 def find_composes(obj: object) -> tuple[Any, ...]:
     """Return the top-level Albumentations pipelines that a dataset holds, in a fixed order.
 
@@ -347,12 +380,14 @@ def _parts(item: object) -> Iterator[object]:
             yield from (*closed_over(item), *(item.__defaults__ or ()))
             yield from (item.__kwdefaults__ or {}).values()
         else:
-            for owner in type(item).__mro__:
-                slots = owner.__dict__.get("__slots__", ())
-                for name in (slots,) if isinstance(slots, str) else tuple(slots):
-                    if hasattr(item, name):
-                        yield getattr(item, name)
+            yield from (getattr(item, name) for name in slots_of(type(item)) if hasattr(item, name))
             yield from _class_parts(type(item))
+
+
+def slots_of(kind: type) -> list[str]:
+    """Return the names of the slots that objects of a class have."""
+    each = [vars(owner).get("__slots__", ()) for owner in kind.__mro__]
+    return [name for slots in each for name in ((slots,) if isinstance(slots, str) else slots)]
 
 
 def _class_parts(cls: type) -> Iterator[object]:

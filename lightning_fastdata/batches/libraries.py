@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from functools import partial
 from types import FunctionType
 from typing import Any, Final
@@ -18,7 +18,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from lightning_fastdata.errors import FastDataWarning
 from lightning_fastdata.order.epoch_order import Counted, Rank, rank_now
-from lightning_fastdata.tree import has_method, held, held_by, is_a
+from lightning_fastdata.tree import datasets_in, has_method, held, held_by, is_a
 
 _SHARED_OUT: Final = ("split_by_node", "single_node_only")  # the second one raises in the workers
 _EACH_READS_ALL: Final = (
@@ -61,23 +61,21 @@ def tell_epoch(dataset: Dataset[Any], epoch: int) -> bool:
     began. Only what wrappers hold themselves is looked at: a property may open what is to be opened
     in the workers.
     """
-    return visit(dataset, lambda one: _told(one, epoch))
-
-
-def _told(one: Any, epoch: int) -> bool:
-    """Tell one dataset the epoch; False: the datasets that it holds are to be told instead."""
-    if is_a(one, "webdataset", "DataPipeline"):
-        for stage in held(one, "pipeline") or ():
-            if any(is_a(stage, "webdataset", kind) for kind in ("detshuffle", "ResampledShards")):
-                stage.epoch = epoch - 1  # it adds one when it is begun
-        return False
-    if not _has_epochs(one):
-        return False
-    # LitData's own loader counts its epochs from 1.
-    one.set_epoch(epoch + 1 if is_a(one, "litdata") else Counted(epoch))
-    if is_a(one, "datasets"):
-        _TOLD[one] = getattr(one, "epoch", None)
-    return True
+    told = False
+    for one in datasets_in(dataset, _has_epochs):
+        if is_a(one, "webdataset", "DataPipeline"):
+            for stage in held(one, "pipeline") or ():
+                if any(
+                    is_a(stage, "webdataset", kind) for kind in ("detshuffle", "ResampledShards")
+                ):
+                    stage.epoch = epoch - 1  # it adds one when it is begun
+        elif _has_epochs(one):
+            # LitData's own loader counts its epochs from 1.
+            one.set_epoch(epoch + 1 if is_a(one, "litdata") else Counted(epoch))
+            if is_a(one, "datasets"):
+                _TOLD[one] = getattr(one, "epoch", None)
+            told = True
+    return told
 
 
 def _has_epochs(one: Any) -> bool:
@@ -89,54 +87,13 @@ def epoch_set_on(dataset: Dataset[Any]) -> int | None:
 
     On Hugging Face's datasets it is seen if it is another one than they were told.
     """
-    found: list[int] = []
-
-    def look(one: Any) -> bool:
-        if not _has_epochs(one):
-            return False
+    for one in filter(_has_epochs, datasets_in(dataset, _has_epochs)):
         epoch = getattr(one, "epoch", None)
         theirs = is_a(one, "datasets")
         told = epoch == _TOLD.get(one, 0) if theirs else isinstance(epoch, Counted)
         if isinstance(epoch, int) and epoch >= 0 and not told:
-            found.append(epoch)
-        return True
-
-    visit(dataset, look)
-    return found[0] if found else None
-
-
-def visit(
-    dataset: object,
-    done: Callable[[Any], bool],
-    parts: Callable[[Any], Iterable[object]] | None = None,
-) -> bool:
-    """Call ``done`` with a dataset, and with what it holds if that returns False.
-
-    Return whether it returned True for any. ``parts`` returns what is held; None: datasets.
-    """
-    waiting: list[Any] = [dataset]
-    seen: set[int] = set()
-    any_done = False
-    while waiting:
-        one = waiting.pop()
-        if id(one) in seen:
-            continue
-        seen.add(id(one))
-        if done(one):
-            any_done = True
-        else:
-            waiting.extend((parts or _wrapped)(one))
-    return any_done
-
-
-def _wrapped(dataset: object) -> Iterator[Dataset[Any]]:
-    """Yield the datasets that a dataset holds, by themselves or in lists, tuples and dicts."""
-    for value in list(held_by(dataset).values()):
-        parts = value.values() if type(value) is dict else value
-        if isinstance(value, Dataset):
-            yield value
-        elif type(value) in (list, tuple, dict) and isinstance(next(iter(parts), None), Dataset):
-            yield from (part for part in parts if isinstance(part, Dataset))
+            return epoch
+    return None
 
 
 def settle_ranks(dataset: object) -> None:
@@ -145,27 +102,20 @@ def settle_ranks(dataset: object) -> None:
     Nothing is known of streams of a user, which share themselves out on their own.
     """
     rank = rank_now()
-    if rank.ranks > 1:
-        visit(dataset, lambda one: _settled(one, rank))
-
-
-def _settled(one: Any, rank: Rank) -> bool:
-    remedy = ""
-    if is_a(one, "litdata", "StreamingDataset"):
-        env = held(one, "distributed_env")
-        if env is not None and (env.global_rank, env.world_size) != rank:
-            remedy = _LITDATA
-    elif is_a(one, "datasets", "IterableDataset"):
-        if held(one, "_distributed") is None and "_distributed" in held_by(one):
-            remedy = _HUGGING_FACE
-    elif is_a(one, "webdataset", "WebDataset"):
-        remedy = "" if _splits_by_node(one) else _WEB_DATASET
-    else:
-        return False
-    if remedy:
-        text = _EACH_READS_ALL.format(name=type(one).__name__, ranks=rank.ranks, remedy=remedy)
-        warnings.warn(text, FastDataWarning, stacklevel=2)
-    return True
+    for one in datasets_in(dataset) if rank.ranks > 1 else ():
+        remedy = ""
+        if is_a(one, "litdata", "StreamingDataset"):
+            env = held(one, "distributed_env")
+            if env is not None and (env.global_rank, env.world_size) != rank:
+                remedy = _LITDATA
+        elif is_a(one, "datasets", "IterableDataset"):
+            if held(one, "_distributed") is None and "_distributed" in held_by(one):
+                remedy = _HUGGING_FACE
+        elif is_a(one, "webdataset", "WebDataset") and not _splits_by_node(one):
+            remedy = _WEB_DATASET
+        if remedy:
+            text = _EACH_READS_ALL.format(name=type(one).__name__, ranks=rank.ranks, remedy=remedy)
+            warnings.warn(text, FastDataWarning, stacklevel=2)
 
 
 def _splits_by_node(stream: object) -> bool:
@@ -191,7 +141,8 @@ def why_state_is_lost(stream: object) -> str:
     The text follows ``state_dict()``. A shuffle of Hugging Face's holds samples in a buffer, which
     its state leaves out.
     """
-    buffers = visit(stream, lambda one: type(one).__name__ == _SHUFFLE_BUFFER, _parts_of_stream)
+    parts = datasets_in(stream, parts=_parts_of_stream)
+    buffers = any(type(one).__name__ == _SHUFFLE_BUFFER for one in parts)
     return "leaves out the samples in its shuffle buffer, which would be lost" if buffers else ""
 
 

@@ -22,13 +22,13 @@ from lightning_fastdata.caches.folders import (
     CacheFolder,
     NamedFile,
     cache_root,
-    datasets_in,
     first_changed,
     identity,
     is_there,
     made_by_one,
     name_of_key,
     named_files,
+    parts_of,
     room_bytes,
 )
 from lightning_fastdata.caches.sample_file import Form, SampleFile, taken_apart
@@ -53,7 +53,7 @@ from lightning_fastdata.randomness.seeds import (
     seed_global_generators,
 )
 from lightning_fastdata.sources.source import read_ahead, reads_ahead
-from lightning_fastdata.tree import find_instances, has_method, held, held_by
+from lightning_fastdata.tree import datasets_in, find_instances, has_method, held, held_by
 from lightning_fastdata.types import Batch, MapDataset, has_own_order
 
 if TYPE_CHECKING:
@@ -562,7 +562,7 @@ def _identity_if_any(dataset: object, files: Sequence[NamedFile] | None = None) 
 
 def _attributes_of(dataset: object) -> dict[tuple[int, str], str | None]:
     """Return the identity of each attribute of a dataset and of those in it; None: it has none."""
-    parts = [held_by(part) for part in datasets_in(dataset)]
+    parts = [held_by(part) for part in parts_of(dataset)]
     return {
         (number, name): _identity_if_any(value, ())
         for number, attributes in enumerate(parts)

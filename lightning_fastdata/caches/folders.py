@@ -26,7 +26,7 @@ import tempfile
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from functools import cache
+from functools import cache, partial
 from itertools import islice
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -48,10 +48,12 @@ from lightning_fastdata.tree import (
     HOLD_NOTHING,
     bytes_of,
     closed_over,
+    datasets_in,
     has_method,
     held,
     held_by,
     is_users,
+    slots_of,
 )
 
 CacheFolder: TypeAlias = str | os.PathLike[str]
@@ -443,7 +445,7 @@ def named_files(dataset: object) -> Iterator[NamedFile]:
     file in such a folder or one level below, with or without its extension: ``root="photos"`` and
     ``names=["0001", ...]``. If only a folder is named, no file counts: others may write there.
     """
-    parts = list(datasets_in(dataset))
+    parts = parts_of(dataset)
     looked_into = set(map(id, parts))
     for part in parts:
         held = (*_attributes(part), *_settings(part))
@@ -461,31 +463,15 @@ def named_files(dataset: object) -> Iterator[NamedFile]:
         yield from _regular(_in_folders(folders, [name for name in names if name not in folders]))
 
 
-def datasets_in(dataset: object) -> Iterator[object]:
-    """Yield a dataset and the datasets and sources within it."""
-    waiting, seen = [dataset], set[int]()
-    while waiting:
-        one = waiting.pop()
-        if id(one) in seen or has_method(one, "recognised_by"):
-            continue
-        seen.add(id(one))
-        yield one
-        for value in held_by(one).values():
-            several = value if isinstance(value, list | tuple) else [value]
-            waiting += [
-                each
-                for each in islice(several, _MOST_FILES)
-                if isinstance(each, torch.utils.data.Dataset) or has_method(each, "get_bytes")
-            ]
+def parts_of(dataset: object) -> list[object]:
+    """Return a dataset and those within it, without any that says itself what it is."""
+    says_it = partial(has_method, name="recognised_by")
+    return [part for part in datasets_in(dataset, says_it) if not says_it(part)]
 
 
 def _attributes(owner: object) -> Iterator[object]:
     yield from held_by(owner).values()
-    for kind in type(owner).__mro__:
-        slots = vars(kind).get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else tuple(slots):
-            if hasattr(owner, name):
-                yield getattr(owner, name)
+    yield from (getattr(owner, name) for name in slots_of(type(owner)) if hasattr(owner, name))
 
 
 def _settings(dataset: object) -> Iterator[object]:

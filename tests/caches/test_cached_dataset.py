@@ -28,7 +28,14 @@ from misses import each
 from PIL import ExifTags, Image, ImageOps
 from PIL.PngImagePlugin import PngInfo
 from programs import run_program
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    StackDataset,
+    Subset,
+)
 from torchvision.transforms import v2
 
 import lightning_fastdata as ld
@@ -541,7 +548,8 @@ def test_what_is_no_whole_number_is_no_index(tmp_path, folder, index):
     ],
 )
 def test_what_has_an_order_of_its_own_is_refused_in_any_wrapper(tmp_path, ordered):
-    for data in (ordered(), Subset(ordered(), range(8)), ConcatDataset([ordered()])):
+    wrapped = Subset(ordered(), range(8)), ConcatDataset([ordered()]), StackDataset(one=ordered())
+    for data in (ordered(), *wrapped):
         with pytest.raises(DatasetError, match="other samples at each index in each epoch"):
             ld.CachedDataset(data, tmp_path)
 

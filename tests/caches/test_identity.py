@@ -330,6 +330,7 @@ WAYS = {
         "pairs": [("caption", f"{root}/{name}.bin") for name in NAMES * 64]
     },
     "within another": lambda root: {"parts": [Named(root=root, names=NAMES)]},
+    "within another, by name": lambda root: {"parts": {"x": Named(root=root, names=NAMES * 8)}},
     "a set": lambda root: {"paths": {f"{root}/{name}.bin" for name in NAMES}},
     "a deque": lambda root: {"paths": collections.deque(f"{root}/{name}.bin" for name in NAMES)},
     "objects": lambda root: {"items": [Part(f"{root}/{name}.bin") for name in NAMES]},
