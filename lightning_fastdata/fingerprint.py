@@ -505,29 +505,22 @@ class _Digesting(pickle.Pickler):
         in_class = isinstance(owner, type)
         found: dict[str, object] = {}
         others: list[str] = []
-        strange: list[str] = []
         for name, value in list(namespace.items()):
             if not name.startswith("__") or isinstance(value, FunctionType):
                 told = self._of_global(value, method=in_class)
                 if told is not None:
                     found[name] = told
-                elif _holds_others(type(value)):
+                elif not in_class or is_data(name, value) or _holds_others(type(value)):
                     others.append(name)
-                elif is_data(name, value) or not in_class:
-                    strange.append(name)
-
-        def which(names: Mapping[str, Any]) -> list[int]:
-            return [id(names[each]) for each in strange]
 
         def parts(names: Mapping[str, Any]) -> list[tuple[object, ...]]:
             # An object that is not plain data may become it; none of them is kept.
             return [(_is_plain(names[each]), _plain_part(names[each])) for each in others]
 
         of_others = self.looks.fact(parts, namespace) if others else []
-        ids = self.looks.fact(which, namespace) if strange else []
         if found:
             self.looks.watch(itemgetter(*found, next(iter(found))), namespace)
-        return (*found.items(), *zip(others, of_others, strict=True), *ids)
+        return (*found.items(), *zip(others, of_others, strict=True))
 
     def _of_global(self, value: Any, *, method: bool) -> object:
         """Return the value by which an attribute of a module or class is compared; None: none."""
