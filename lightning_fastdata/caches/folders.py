@@ -53,6 +53,7 @@ from lightning_fastdata.tree import (
     held,
     held_by,
     is_users,
+    loaded_classes,
     slots_of,
 )
 
@@ -283,10 +284,15 @@ class _Digesting(pickle.Pickler):
         self.fast = True
         self._known: dict[int, tuple[int, object]] = {}
         """Number of each object seen, and the object, by its address, which so stays its own."""
+        self._transforms = loaded_classes("albumentations", "BasicTransform")
+        self._of_sets: set[int] = set()
+        """Addresses of dicts that were filled in the order of a set."""
 
     def persistent_id(self, obj: object) -> object:
         if isinstance(obj, set | frozenset):  # the order of its elements is by chance
             return "set", sorted(obj, key=repr)
+        if isinstance(obj, dict) and id(obj) in self._of_sets:
+            return "dict", sorted(obj.items(), key=repr)
         if isinstance(obj, GENERATOR_CLASSES):
             return "generator", type(obj).__name__  # samples that depend on its state are not kept
         if not hasattr(obj, "__dict__"):
@@ -295,6 +301,10 @@ class _Digesting(pickle.Pickler):
         if id(obj) in self._known:
             return "again", self._known[id(obj)][0]
         self._known[id(obj)] = len(self._known), obj
+        if isinstance(obj, self._transforms):
+            sets = [value for value in held_by(obj).values() if isinstance(value, set)]
+            dicts = (value for value in held_by(obj).values() if type(value) is dict)
+            self._of_sets.update(id(each) for each in dicts if each.keys() in sets)
         return None
 
     def reducer_override(self, obj: Any) -> Any:

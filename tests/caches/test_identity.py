@@ -19,6 +19,7 @@ import sys
 import threading
 from pathlib import Path
 
+import albumentations as A
 import numpy as np
 import pytest
 import torch
@@ -140,6 +141,7 @@ STATES = {
         ),
     ),
     "a class": (Part, Scales),
+    "a transform of Albumentations": tuple(A.Compose([A.Resize(n, n)]) for n in (8, 9)),
     "a transform": (v2.Compose([v2.Resize(8)]), v2.Compose([v2.Resize(9)])),
 }
 
