@@ -540,6 +540,7 @@ def keeps(number=[1]):  # noqa: B006 - what it keeps is the point
 
 
 WITH_A_MODEL = {"deep": {"model": torch.nn.Identity(), "crop": 20}}
+OBJECTS = np.array([torch.nn.Identity(), 1], object)
 FUNCTION_WITH_A_MODEL = held_by_a_keyword({"model": torch.nn.Identity(), "crop": 20})
 
 
@@ -569,6 +570,7 @@ THIS = sys.modules[__name__]
         (lambda: setattr(Global, "new", 1), lambda: delattr(Global, "new")),
         (lambda: remembered(77), lambda: None),
         (lambda: left_alone(WITH_A_MODEL["deep"]), lambda: None),
+        (lambda: OBJECTS.put(0, 2), lambda: OBJECTS.put(0, torch.nn.Identity())),
         (lambda: left_alone(FUNCTION_WITH_A_MODEL.__kwdefaults__["given"]), lambda: None),
         (lambda: left_alone(Global.mixed), lambda: None),
     ],
