@@ -52,6 +52,10 @@ _NO_MEMORY: Final = (
     "No memory for a batch of {mib:,.1f} MiB ({why}). Use a smaller batch_size or prefetch_factor, "
     "or give the job more memory."
 )
+_TOO_LARGE: Final = (
+    "No memory for a batch of {mib:,.1f} MiB: what is shared with workers is a file, and no file "
+    "of this process may be so large. Raise the limit (ulimit -f), or set num_workers=0."
+)
 _NO_FILES: Final = (
     "This process has all the {limit} files open that it may have, so that no memory can be shared "
     "with its workers. Raise the limit (ulimit -n {more}), or use fewer workers."
@@ -110,6 +114,8 @@ def _as_worker_error(error: OSError, size_bytes: int) -> WorkerError:
     limit, _ = read_open_file_limits()
     if error.errno in _FEW_FILES and limit is not None:
         return WorkerError(_NO_FILES.format(limit=limit, more=2 * limit))
+    if error.errno == errno.EFBIG:  # the limit of the process: files in memory have no other
+        return WorkerError(_TOO_LARGE.format(mib=size_bytes / 2**20))
     return WorkerError(_NO_MEMORY.format(mib=size_bytes / 2**20, why=error.strerror))
 
 
