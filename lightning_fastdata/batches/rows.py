@@ -50,11 +50,12 @@ def dtype_of_rows(arrays: Sequence[Any]) -> torch.dtype | None:
 
     Raises:
         TypeError: Torch has no such type of numbers.
+        ValueError: They have another order of bytes than this machine's.
     """
     first = arrays[0]
     if type(first) not in _ARRAYS or not first.shape or not first.flags.c_contiguous:
         return None
-    if first.dtype.kind not in _KINDS_OF_NUMBERS or not first.dtype.isnative:
+    if first.dtype.kind not in _KINDS_OF_NUMBERS:
         return None
     if set(map(type, arrays)) != {type(first)} or set(map(_LOOKS, arrays)) != {_LOOKS(first)}:
         return None

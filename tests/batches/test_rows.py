@@ -57,6 +57,7 @@ COLUMNS: dict[str, list[Any]] = {
     "one axis of one": rows(1),
     "images": rows(4, 5, 3, dtype=np.uint8),
     "channels turned": [each.transpose(2, 0, 1) for each in rows(4, 5, 3)],
+    "frames turned": [each.transpose(0, 3, 1, 2) for each in rows(2, 4, 5, 3)],
     "columns first": [np.asfortranarray(each) for each in rows(3, 4)],
     "every second": [each[:, ::2] for each in rows(3, 4)],
     "backwards": [each[::-1] for each in rows(4)],
@@ -107,9 +108,9 @@ def outcome(collate: Any, samples: list[Any]) -> Any:
     try:
         return collate(samples)
     except BatchError as error:
-        return type(error.__cause__)
+        return f"{error.__cause__!r}"
     except Exception as error:
-        return type(error)
+        return f"{error!r}"
 
 
 @each("name", COLUMNS)
@@ -168,9 +169,11 @@ class Rows(torch.utils.data.Dataset):
         return [self[index] for index in indices]
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_loaders_give_the_batches_of_torch(workers: int) -> None:
-    ours = FastDataLoader(Rows(), 6, num_workers=workers)
-    for batch, expected in zip(ours, DataLoader(Rows(), 6), strict=True):
+@pytest.mark.parametrize(
+    ("executor", "workers"), [("torch", 0), ("inline", 0), ("workers", 1), ("torch", 1)]
+)
+def test_loaders_give_the_batches_of_torch(executor: Any, workers: int) -> None:
+    ours = FastDataLoader(Rows(), 6, num_workers=workers, executor=executor)
+    for batch, expected in zip(ours, DataLoader(Rows(), 6, num_workers=workers), strict=True):
         assert same(batch, expected)
     ours.close()
