@@ -326,7 +326,9 @@ class EpochIndices:
                 _check(start, zlib.crc32(_as_bytes(before)), deciding(self.source))
                 first = [(before if times is None else times.marked(before))[:size]]
             batches = BatchSampler(sampler, size, drop_last)
-            items = index_batches(batches) if self.arrays else batches
+            items = index_batches(batches)
+            if not self.arrays:  # arrays are quicker to draw than torch's indices one by one
+                items = (each.tolist() if isinstance(each, np.ndarray) else each for each in items)
         elif self.arrays:
             items = map(_own, items)
         items = _marked(items, times)

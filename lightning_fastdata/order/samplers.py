@@ -667,11 +667,13 @@ def index_batches(batch_sampler: BatchSampler) -> Iterator[Any]:
     if order is None:
         yield from batch_sampler
         return
-    stop = len(order) - len(order) % size if batch_sampler.drop_last else len(order)
-    yield from parts_of(order, cut(stop, size))
+    full = len(order) - len(order) % size
+    yield from parts_of(order, cut(full, size))
     if type(sampler) is RandomSampler and sampler.generator is not None:
         # torch draws a second permutation for a remainder, and then takes nothing of it.
         drawn_permutation(len(order), sampler.generator)
+    if full < len(order) and not batch_sampler.drop_last:
+        yield from parts_of(order, [(full, len(order))])
 
 
 def _drawn_order(sampler: object) -> Ints | None:

@@ -107,15 +107,16 @@ def test_whole_numbers_of_numpy_make_the_order_of_pythons(kind) -> None:
     assert order(kind(3), np.int64, np.float32) == order(3, int, float)
 
 
-def test_a_generator_of_the_user_is_left_as_by_torch_also_by_an_epoch_that_is_abandoned() -> None:
+@pytest.mark.parametrize("length", [9, 10])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_a_generator_of_the_user_is_with_each_batch_as_torch_has_it(length, drop_last) -> None:
     states = []
     for read in (index_batches, iter):
         generator = torch.Generator().manual_seed(1)
-        sampler = BatchSampler(RandomSampler(range(10), generator=generator), 3, True)
-        next(read(sampler))
-        abandoned = generator.get_state()
-        list(read(sampler))
-        states.append((abandoned.tolist(), generator.get_state().tolist()))
+        sampler = BatchSampler(RandomSampler(range(length), generator=generator), 3, drop_last)
+        next(read(sampler))  # an epoch that is abandoned
+        seen = [generator.get_state().tolist() for _ in read(sampler)]
+        states.append([*seen, generator.get_state().tolist()])
     assert states[0] == states[1]
 
 
