@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import lru_cache, partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
@@ -28,18 +29,18 @@ CollateMap: TypeAlias = "dict[type | tuple[type, ...], Stack]"
 _ARRAYS: Final = (np.ndarray, np.memmap)
 _KINDS_OF_NUMBERS: Final = "biufc"
 _LOOKS: Final = attrgetter("dtype", "shape", "strides")
-_DTYPES: Final[dict[type, torch.dtype]] = {
-    bool: torch.bool,
-    int: torch.int64,
-    float: torch.float64,
-    np.bool_: torch.bool,
-    np.uint8: torch.uint8,
-    np.int32: torch.int32,
-    np.int64: torch.int64,
-    np.float32: torch.float32,
-    np.float64: torch.float64,
+_DTYPES: Final[dict[type, tuple[torch.dtype, type[np.generic]]]] = {
+    bool: (torch.bool, np.bool_),
+    int: (torch.int64, np.int64),
+    float: (torch.float64, np.float64),
+    np.bool_: (torch.bool, np.bool_),
+    np.uint8: (torch.uint8, np.uint8),
+    np.int32: (torch.int32, np.int32),
+    np.int64: (torch.int64, np.int64),
+    np.float32: (torch.float32, np.float32),
+    np.float64: (torch.float64, np.float64),
 }
-"""Class of a number -> type of the tensor that torch makes of a list of them."""
+"""Class of a number -> type of the tensor that torch makes of a list of them, and NumPy's of it."""
 
 
 def dtype_of_rows(arrays: Sequence[Any]) -> torch.dtype | None:
@@ -59,7 +60,8 @@ def dtype_of_rows(arrays: Sequence[Any]) -> torch.dtype | None:
         return None
     if set(map(type, arrays)) != {type(first)} or set(map(_LOOKS, arrays)) != {_LOOKS(first)}:
         return None
-    return torch.as_tensor(first).dtype  # torch warns of memory that is read-only
+    like = torch.as_tensor(first)  # torch warns of memory that is read-only
+    return like.dtype if like.is_cpu else None  # the program may have set another default device
 
 
 def write_rows(arrays: Sequence[NDArray[Any]], out: torch.Tensor) -> None:
@@ -70,7 +72,7 @@ def write_rows(arrays: Sequence[NDArray[Any]], out: torch.Tensor) -> None:
 
 
 def _memory_of(tensor: torch.Tensor, dtype: Any) -> NDArray[Any]:
-    """Return the memory of a tensor in the usual layout as an array of one axis.
+    """Return the memory of a tensor on the CPU, in the usual layout, as an array of one axis.
 
     ``Tensor.numpy()`` would keep the tensor from being resized from then on.
     """
@@ -107,7 +109,7 @@ def _stack_arrays(
     dtype = dtype_of_rows(arrays)
     if dtype is None:
         return otherwise(arrays, collate_fn_map=collate_fn_map)
-    batch = torch.empty((len(arrays), *arrays[0].shape), dtype=dtype)
+    batch = torch.empty((len(arrays), *arrays[0].shape), dtype=dtype, device="cpu")
     write_rows(arrays, batch)
     if get_worker_info() is None or collate_fn_map is None:
         return batch
@@ -119,14 +121,13 @@ def _stack_numbers(
     otherwise: Stack, numbers: Sequence[Any], *, collate_fn_map: CollateMap | None = None
 ) -> Any:
     kind = type(numbers[0])
-    dtype = _DTYPES.get(kind)
-    if dtype is not None and set(map(type, numbers)) == {kind}:
+    if kind in _DTYPES and set(map(type, numbers)) == {kind}:
+        dtype, as_array = _DTYPES[kind]
         batch = torch.empty(len(numbers), dtype=dtype)
-        try:
-            _memory_of(batch, kind)[:] = numbers
-        except OverflowError:  # torch's own error says more
-            return otherwise(numbers, collate_fn_map=collate_fn_map)
-        return batch
+        if batch.is_cpu:
+            with suppress(OverflowError):  # torch's own error says more
+                _memory_of(batch, as_array)[:] = numbers
+                return batch
     return otherwise(numbers, collate_fn_map=collate_fn_map)
 
 

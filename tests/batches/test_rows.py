@@ -122,6 +122,15 @@ def test_a_column_becomes_what_torch_makes_of_it(name: str) -> None:
         assert same(outcome(lambda x: written(for_writing(collate_samples)(x)), samples), expected)
 
 
+def test_another_default_device_gets_the_batches_that_torch_puts_there() -> None:
+    samples = [(array, number) for number, array in enumerate(rows(4))]
+    with torch.device("meta"):
+        batch, expected = collate_samples(samples), default_collate(samples)
+    for ours, theirs in zip(batch, expected, strict=True):
+        assert (ours.device, ours.shape, ours.dtype) == (theirs.device, theirs.shape, theirs.dtype)
+        assert ours.is_meta
+
+
 def test_memory_of_a_batch_is_its_own() -> None:
     arrays, numbers = rows(4), [1, 2, 3]
     batch = collate_samples(list(zip(arrays, numbers, strict=True)))
