@@ -166,6 +166,7 @@ def files_of(dataset: object, indices: Sequence[int]) -> tuple[str, ...] | None:
 
 def _of_part(dataset: ConcatDataset[Any], index: int) -> tuple[str, ...] | None:
     """Return the file of one sample of datasets that are put together."""
+    index = index + len(dataset) if index < 0 else index
     part = bisect_right(dataset.cumulative_sizes, index)
     begin = dataset.cumulative_sizes[part - 1] if part else 0
     return files_of(dataset.datasets[part], [index - begin])

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, IterableDataset, Subset
+from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset
 from virtual_time import virtual_time
 
 import lightning_fastdata as ld
@@ -194,3 +194,16 @@ def test_a_source_of_files_is_the_same_whatever_was_read(paths):
     source.will_read([1, 2])
     assert identity(source) == before
     assert pickle.loads(pickle.dumps(source)).get_bytes([3]) == [paths[3].read_bytes()]
+
+
+class Broken(Listed):
+    def __getitem__(self, index):
+        raise ValueError("no picture")
+
+
+def test_an_error_names_the_file_of_a_sample_that_is_counted_from_the_end(paths):
+    joined = ConcatDataset([Listed(paths[:3]), Broken(paths[3:5])])
+    loader = ld.FastDataLoader(joined, 1, sampler=[-1], num_workers=1, executor="workers")
+    with pytest.raises(ValueError, match=f"reading sample -1 .*{paths[4].name}"):
+        next(iter(loader))
+    loader.close()
