@@ -1,4 +1,4 @@
-"""Whether two samples or batches are alike, whatever they hold."""
+"""Whether two samples or batches are alike, whatever they hold; and what comes out of a slot."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 import torch
+
+from lightning_fastdata.batches.memory import pack, unpack, write_leaves
 
 
 def alike(one: Any, other: Any, *, strides: bool = False) -> bool:
@@ -48,3 +50,11 @@ def _strides(tensor: torch.Tensor) -> list[int]:
     """Return those that count."""
     sizes = zip(tensor.stride(), tensor.shape, strict=True)
     return [stride for stride, size in sizes if size > 1 and tensor.numel()]
+
+
+def written(batch: Any) -> Any:
+    """Return a batch as it comes out of a slot."""
+    packed, leaves = pack(batch)
+    memory = np.full(max(1, packed.size_bytes), 0xAA, np.uint8)
+    write_leaves(packed, leaves, memory)
+    return unpack(packed, memory)

@@ -10,24 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from alike import alike
+from alike import alike, written
 from misses import each
 from torch.utils.data import default_collate
 
 from lightning_fastdata.batches.collate import collate_samples, for_writing
-from lightning_fastdata.batches.memory import LateStack, pack, unpack, write_leaves
+from lightning_fastdata.batches.memory import LateStack
 from lightning_fastdata.errors import BatchError
 
 Pair = namedtuple("Pair", "image label")
 same = partial(alike, strides=True)
-
-
-def written(batch: Any) -> Any:
-    """Return a batch as it comes out of a slot."""
-    packed, leaves = pack(batch)
-    memory = np.full(max(1, packed.size_bytes), 0xAA, np.uint8)
-    write_leaves(packed, leaves, memory)
-    return unpack(packed, memory)
 
 
 def turned(shape: tuple[int, ...], number: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:

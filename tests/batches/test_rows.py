@@ -11,14 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from alike import alike
+from alike import alike, written
 from misses import each
 from torch.utils.data import DataLoader, default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from lightning_fastdata import FastDataLoader
 from lightning_fastdata.batches.collate import collate_samples, for_writing
-from lightning_fastdata.batches.memory import pack, unpack, write_leaves
 from lightning_fastdata.errors import BatchError
 
 same = partial(alike, strides=True)
@@ -94,14 +93,6 @@ COLUMNS: dict[str, list[Any]] = {
     "double and a fraction": [np.float64(0.1), 0.1],
     "dates": [np.datetime64("2020-01-01")] * 2,
 }
-
-
-def written(batch: Any) -> Any:
-    """Return a batch as it comes out of a slot."""
-    packed, leaves = pack(batch)
-    memory = np.full(max(1, packed.size_bytes), 0xAA, np.uint8)
-    write_leaves(packed, leaves, memory)
-    return unpack(packed, memory)
 
 
 def outcome(collate: Any, samples: list[Any]) -> Any:
