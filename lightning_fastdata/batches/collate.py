@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import Dataset, default_collate
 
 from lightning_fastdata.batches.memory import LateStack, is_plain
-from lightning_fastdata.batches.rows import CollateMap, dtype_of_rows, in_one_call
+from lightning_fastdata.batches.rows import CollateMap, dtype_of_rows, in_one_call, is_extended
 from lightning_fastdata.errors import BatchError, check
 from lightning_fastdata.torch_internals import collate, collate_tensor_fn, default_collate_fn_map
 from lightning_fastdata.tree import children, is_named_tuple, leaves
@@ -117,7 +117,7 @@ def collate_privately(samples: Batch) -> Batch:
     In a worker torch collates into new shared memory for each batch, which costs a page fault for
     every 4 KiB, and refuses types that it promotes elsewhere.
     """
-    return collate(samples, collate_fn_map={**in_one_call(), torch.Tensor: _stack})
+    return collate(samples, collate_fn_map=in_one_call(_stack))
 
 
 def _stack(samples: Batch, *, collate_fn_map: CollateMap | None = None) -> Batch:
@@ -160,11 +160,11 @@ def for_writing(collate_fn: Collate) -> Collate:
 
 
 def _collate_late(samples: Sequence[Any], otherwise: Collate) -> Batch:
-    if not _runs_no_user_code(samples[0]):
+    if is_extended() or not _runs_no_user_code(samples[0]):
         return otherwise(samples)
-    table = in_one_call()
+    table = in_one_call(_stack_late)
     arrays = partial(_arrays_late, otherwise=table[np.ndarray])
-    return collate(samples, collate_fn_map={**table, torch.Tensor: _stack_late, np.ndarray: arrays})
+    return collate(samples, collate_fn_map={**table, np.ndarray: arrays})
 
 
 def _runs_no_user_code(value: object) -> bool:

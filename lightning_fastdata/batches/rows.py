@@ -81,22 +81,31 @@ def _memory_of(tensor: torch.Tensor, dtype: Any) -> NDArray[Any]:
     return found
 
 
-def in_one_call() -> CollateMap:
+def in_one_call(tensors: Stack | None = None) -> CollateMap:
     """Return torch's table of collations, with this module's in the place of torch's own ones.
 
     What the program has put into the table stays, and is asked as before. The result is shared.
+    ``tensors`` takes the place of torch's function for tensors; None: that stays.
     """
-    return _in_one_call(tuple(default_collate_fn_map.items()))
+    return _in_one_call(tuple(default_collate_fn_map.items()), tensors)
 
 
-@lru_cache(maxsize=1)  # asked for each batch
-def _in_one_call(torchs: tuple[tuple[type | tuple[type, ...], Stack], ...]) -> CollateMap:
+@lru_cache(maxsize=2)  # asked for each batch
+def _in_one_call(
+    torchs: tuple[tuple[type | tuple[type, ...], Stack], ...], tensors: Stack | None
+) -> CollateMap:
     table = dict(torchs)
     if _is_torchs(table.get(torch.Tensor)):  # by which torch stacks arrays, too
+        table[torch.Tensor] = tensors or table[torch.Tensor]
         for kind, stack in _STACKS.items():
             if _is_torchs(table.get(kind)):
                 table[kind] = partial(stack, table[kind])
     return table
+
+
+def is_extended() -> bool:
+    """Return whether the program has put something into torch's table of collations."""
+    return not all(map(_is_torchs, default_collate_fn_map.values()))
 
 
 def _is_torchs(stack: Stack | None) -> bool:

@@ -141,16 +141,22 @@ def test_torch_warns_of_read_only_rows_as_it_does() -> None:
     assert any("not writable" in str(each.message) for each in told)
 
 
-@pytest.mark.parametrize("kind", [np.ndarray, torch.Tensor, int])
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("kind", [np.ndarray, torch.Tensor, int, dict])
 def test_what_a_program_puts_into_torchs_table_is_asked(
-    kind: type, monkeypatch: pytest.MonkeyPatch
+    kind: type, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def mine(values: Any, **_: Any) -> torch.Tensor:
+        assert type(values[0]) is kind
         return torch.full((len(values),), 7)
 
     monkeypatch.setitem(default_collate_fn_map, kind, mine)
-    samples = [(array, 1) for array in rows(4)]
-    assert same(collate_samples(samples), default_collate(samples))
+    samples: Any = [{"a": array, "b": torch.ones(2), "c": 1} for array in rows(4)]
+    forks: Any = {"multiprocessing_context": "fork"} if workers else {}  # which have the table
+    loader = FastDataLoader(samples, 2, num_workers=workers, **forks)
+    for batch, expected in zip(loader, DataLoader(samples, 2), strict=True):
+        assert same(batch, expected)
+    loader.close()
 
 
 class Rows(torch.utils.data.Dataset):
